@@ -1,0 +1,525 @@
+"""Drafters against plain decoding on a file of prompts, each prompt run by all of them in turn.
+
+Interleaving makes a slow minute of the machine slow for everybody. What runs a prompt is a
+`System`: plain decoding, a drafter, or another engine (`Peer`) in a process of its own; the
+aggregation below knows nothing else about them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.errors import JspecError
+from jspec.metrics import Metrics
+
+PLAIN = "none"
+"""The drafter that drafts nothing: plain decoding, the baseline of every comparison."""
+PEER = "peer"
+OVERALL = "overall"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was asked for, as it stands in the JSON."""
+
+    prompts: str
+    model: str
+    drafters: tuple[str, ...] = ("ngram",)
+    num_speculative_tokens: int = 6
+    dtype: str = "bfloat16"
+    max_tokens: int = 128
+    repeats: int = 1
+    limit: int | None = None
+    categories: tuple[str, ...] = ()
+    peer: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One question; `text` is sent as a single chat message."""
+
+    question_id: str
+    category: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What a system made of a prompt."""
+
+    token_ids: tuple[int, ...]
+    metrics: Metrics
+
+
+System = Callable[[Prompt], Generation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One prompt run once by every system."""
+
+    prompt: Prompt
+    generations: Mapping[str, Generation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A system against a baseline over the prompts of a category, or over all of them."""
+
+    category: str
+    num_prompts: int
+    num_tokens: int
+    tokens_per_second: float
+    """Tokens of all prompts over the decoding time of all prompts."""
+    baseline_tokens_per_second: float
+    speedup: float
+    """Ratio of the two above."""
+    median_speedup: float
+    """Median of the ratios of the single runs."""
+    acceptance_rate: float
+    mean_acceptance_length: float
+    acceptance_per_position: tuple[float, ...]
+    num_same_text: int
+    """Prompts on which both chose the same tokens in every repeat."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiency:
+    """How much of what the acceptance allows was realised, and the times it was judged by."""
+
+    context_length: int
+    plain_seconds: float
+    verify_seconds: float
+    draft_seconds: float
+    possible_speedup: float
+    """Mean acceptance length x plain round / (verification + drafting)."""
+    efficiency: float
+    """Measured speed-up / possible speed-up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A bench run, finished or not."""
+
+    settings: Settings
+    complete: bool
+    samples: tuple[Sample, ...]
+    comparisons: Mapping[str, tuple[Row, ...]]
+    """System -> rows against plain decoding; for the peer, plain decoding against it."""
+    efficiency: Mapping[str, Efficiency]
+
+
+# Prompts
+
+
+def load_prompts(path: Path) -> list[Prompt]:
+    """Reads Spec-Bench lines, `{"question_id", "category", "turns": [...]}`; the first turn counts.
+
+    Raises JspecError with the file and the line that is not one.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise JspecError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise JspecError(f"{path}: no prompts in it")
+    return [_parse_prompt(line, f"{path}:{number}") for number, line in numbered]
+
+
+def _parse_prompt(line: str, where: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise JspecError(f"{where}: not JSON ({error})") from None
+    if not isinstance(entry, dict):
+        raise JspecError(f"{where}: not a JSON object")
+    category, turns = entry.get("category"), entry.get("turns")
+    if not isinstance(category, str) or not category:
+        raise JspecError(f"{where}: no category (a text)")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        raise JspecError(f"{where}: no turns (a list of texts)")
+    if not turns[0].strip():
+        raise JspecError(f"{where}: the first turn is empty")
+    return Prompt(str(entry.get("question_id", where)), category, turns[0])
+
+
+def select_prompts(
+    prompts: Sequence[Prompt], categories: Sequence[str] = (), limit: int | None = None
+) -> list[Prompt]:
+    """The first `limit` prompts of each category asked for (none named: of all), in file order."""
+    present = list(dict.fromkeys(prompt.category for prompt in prompts))
+    for name in categories:
+        if name not in present:
+            raise JspecError(f"no category {name!r}; there are {', '.join(present)}")
+    taken: dict[str, int] = {}
+    chosen = []
+    for prompt in prompts:
+        count = taken.get(prompt.category, 0)
+        wanted = not categories or prompt.category in categories
+        if wanted and (limit is None or count < limit):
+            chosen.append(prompt)
+            taken[prompt.category] = count + 1
+    return chosen
+
+
+def spread_by_length(lengths: Sequence[int], step: int = 64) -> list[int]:
+    """Indices that visit every length band of `step` tokens once, for compiling before timing."""
+    first: dict[int, int] = {}
+    for index, length in enumerate(lengths):
+        first.setdefault(-(-length // step), index)
+    return sorted(first.values())
+
+
+# Figures
+
+
+def compare(samples: Sequence[Sample], system: str, baseline: str) -> tuple[Row, ...]:
+    """A row a category in the order of the file, then the overall row."""
+    if not samples:
+        return ()
+    names = list(dict.fromkeys(sample.prompt.category for sample in samples))
+    groups = [[s for s in samples if s.prompt.category == name] for name in names]
+    rows = [_row(n, group, system, baseline) for n, group in zip(names, groups, strict=True)]
+    return (*rows, _row(OVERALL, samples, system, baseline))
+
+
+def _row(category: str, samples: Sequence[Sample], system: str, baseline: str) -> Row:
+    mine = [sample.generations[system] for sample in samples]
+    theirs = [sample.generations[baseline] for sample in samples]
+    total = sum((g.metrics for g in mine), Metrics())
+    other = sum((g.metrics for g in theirs), Metrics())
+    ratios = [
+        _ratio(a.metrics.tokens_per_second, b.metrics.tokens_per_second)
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    same: dict[Prompt, bool] = {}
+    for sample, a, b in zip(samples, mine, theirs, strict=True):
+        same[sample.prompt] = same.get(sample.prompt, True) and a.token_ids == b.token_ids
+    return Row(
+        category=category,
+        num_prompts=len(same),
+        num_tokens=total.num_tokens,
+        tokens_per_second=total.tokens_per_second,
+        baseline_tokens_per_second=other.tokens_per_second,
+        speedup=_ratio(total.tokens_per_second, other.tokens_per_second),
+        median_speedup=statistics.median(ratios),
+        acceptance_rate=total.acceptance_rate,
+        mean_acceptance_length=total.mean_acceptance_length,
+        acceptance_per_position=total.acceptance_per_position,
+        num_same_text=sum(same.values()),
+    )
+
+
+def _ratio(value: float, base: float) -> float:
+    return value / base if base else 0.0
+
+
+def efficiency(overall: Row, times: Any, context_length: int) -> Efficiency:
+    """Judges the overall row by the times of single rounds (`LLM.measure_round`)."""
+    cost = times.verify_seconds + times.draft_seconds
+    possible = overall.mean_acceptance_length * _ratio(times.plain_seconds, cost)
+    return Efficiency(
+        context_length=context_length,
+        plain_seconds=times.plain_seconds,
+        verify_seconds=times.verify_seconds,
+        draft_seconds=times.draft_seconds,
+        possible_speedup=possible,
+        efficiency=_ratio(overall.speedup, possible),
+    )
+
+
+def median_context(samples: Sequence[Sample]) -> int:
+    """Tokens in the context halfway through plain decoding of the median prompt."""
+    metrics = [sample.generations[PLAIN].metrics for sample in samples]
+    return round(statistics.median(m.num_prompt_tokens + m.num_tokens / 2 for m in metrics))
+
+
+# Running
+
+
+def run(
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    *,
+    progress: Progress | None = None,
+) -> Report:
+    """Runs every prompt on every system; Ctrl-C ends it early with `complete` False."""
+    progress = progress or (lambda label, done, total: None)
+    samples: list[Sample] = []
+    efficiencies: dict[str, Efficiency] = {}
+    drafters = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
+    peer: Peer | None = None
+    complete = False
+    try:
+        engines = _load_engines(settings, [PLAIN, *drafters], progress)
+        params = _sampling_params(settings)
+        systems = {name: _system(llm, params) for name, llm in engines.items()}
+        token_ids = {p: _prompt_token_ids(engines[PLAIN], p) for p in prompts}
+        if settings.peer is not None:
+            progress("starting the peer", 0, 1)
+            peer = Peer(settings.peer)
+            progress("starting the peer", 1, 1)
+            systems[PEER] = peer.system(token_ids, settings.max_tokens)
+        warm = spread_by_length([len(token_ids[p]) for p in prompts])
+        _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
+        _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
+        context = median_context(samples)
+        for name in drafters:
+            overall = compare(samples, name, PLAIN)[-1]
+            times = engines[name].measure_round(context, repeats=10)
+            efficiencies[name] = efficiency(overall, times, context)
+        complete = True
+    except KeyboardInterrupt:
+        if not samples:
+            raise
+    finally:
+        if peer is not None:
+            peer.close()
+    comparisons = {name: compare(samples, name, PLAIN) for name in drafters}
+    if settings.peer is not None:
+        comparisons[PEER] = compare(samples, PLAIN, PEER)
+    elif not drafters:
+        comparisons[PLAIN] = compare(samples, PLAIN, PLAIN)
+    return Report(settings, complete, tuple(samples), comparisons, efficiencies)
+
+
+def _load_engines(settings: Settings, names: Iterable[str], progress: Progress) -> dict[str, Any]:
+    progress("starting", 0, 0)
+    from jspec.llm import LLM, enable_compilation_cache  # late: a bad prompt file fails at once
+
+    enable_compilation_cache()
+    progress("starting", 1, 1)
+    return {
+        name: LLM(
+            settings.model,
+            drafter=name,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            dtype=settings.dtype,
+            progress=progress,
+        )
+        for name in names
+    }
+
+
+def _sampling_params(settings: Settings) -> Any:
+    from jspec.llm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+
+
+def _messages(prompt: Prompt) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt.text}]
+
+
+def _system(llm: Any, params: Any) -> System:
+    def generate(prompt: Prompt) -> Generation:
+        (output,) = llm.chat(_messages(prompt), params)
+        return Generation(tuple(output.token_ids), output.metrics)
+
+    return generate
+
+
+def _prompt_token_ids(llm: Any, prompt: Prompt) -> list[int]:
+    return list(llm.tokenizer.apply_chat_template(_messages(prompt)))
+
+
+def _interleave(
+    systems: Mapping[str, System],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    samples: list[Sample],
+    label: str,
+    progress: Progress,
+) -> None:
+    """Appends a sample a prompt and repeat; the order of the systems turns round each time."""
+    total = len(prompts) * repeats
+    progress(label, 0, total)
+    for index in range(total):
+        prompt = prompts[index // repeats]
+        order = list(systems) if index % 2 == 0 else list(systems)[::-1]
+        generations = {name: systems[name](prompt) for name in order}
+        samples.append(Sample(prompt, generations))
+        progress(label, index + 1, total)
+
+
+class Peer:
+    """Another engine in a process of its own, spoken to in JSON lines.
+
+    It prints `{"ready": true}` once, then answers `{"token_ids": [...], "max_new_tokens": n}` with
+    `{"token_ids": [...], "prefill_seconds": s, "decode_seconds": s}`, where decoding leaves out
+    the first token.
+    """
+
+    def __init__(self, command: str) -> None:
+        """Starts it and waits until it is ready; JspecError if it does not get there."""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
+        try:
+            # A session of its own: Ctrl-C is for us, we end the peer.
+            self._process = subprocess.Popen(
+                shlex.split(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                start_new_session=True,
+            )
+        except (OSError, ValueError, IndexError) as error:
+            self._errors.close()
+            raise JspecError(f"peer {command!r} does not start: {error}") from None
+        try:
+            if self._receive().get("ready") is not True:
+                raise JspecError("peer: its first line is not {'ready': true}")
+        except BaseException:
+            self.close()
+            raise
+
+    def system(self, token_ids: Mapping[Prompt, list[int]], max_tokens: int) -> System:
+        """The peer as a system; `token_ids` are those our own engine sees."""
+
+        def generate(prompt: Prompt) -> Generation:
+            request = {"token_ids": token_ids[prompt], "max_new_tokens": max_tokens}
+            return self._generation(self._ask(request), len(token_ids[prompt]))
+
+        return generate
+
+    def _generation(self, answer: dict[str, Any], num_prompt_tokens: int) -> Generation:
+        try:
+            ids = tuple(int(token) for token in answer["token_ids"])
+            prefill, decode = float(answer["prefill_seconds"]), float(answer["decode_seconds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise JspecError(f"peer: an answer without its figures ({error!r})") from None
+        metrics = Metrics(
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=len(ids) - 1,
+            num_rounds=len(ids) - 1,
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+        )
+        return Generation(ids, metrics)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: reading says how
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines()
+            raise JspecError(f"peer ended with status {code}: {said[-1] if said else 'no word'}")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise JspecError(f"peer: not a JSON object: {line.strip()[:60]!r}")
+        return answer
+
+    def close(self) -> None:
+        """Ends the process; a peer that does not leave when its input closes is killed."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+        self._errors.close()
+
+
+# Output
+
+
+def check_writable(path: Path) -> None:
+    """Finds out before a long run that its figures cannot be written."""
+    if path.is_dir():
+        raise JspecError(f"{path} is a folder, not a file to write figures to")
+    if not path.parent.is_dir():
+        raise JspecError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise JspecError(f"{path}: no permission to write")
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Every figure, the settings, the versions and the machine."""
+    path.write_text(json.dumps(as_json(report), indent=1) + "\n", "utf-8")
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as plain data; of each run its counters, not its text."""
+    return {
+        "complete": report.complete,
+        "settings": dataclasses.asdict(report.settings),
+        "environment": environment(),
+        "comparisons": {
+            name: [dataclasses.asdict(row) for row in rows]
+            for name, rows in report.comparisons.items()
+        },
+        "efficiency": {name: dataclasses.asdict(e) for name, e in report.efficiency.items()},
+        "runs": [
+            {
+                "question_id": sample.prompt.question_id,
+                "category": sample.prompt.category,
+                **{n: dataclasses.asdict(g.metrics) for n, g in sample.generations.items()},
+            }
+            for sample in report.samples
+        ],
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Date, versions and machine."""
+    import jax
+
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "date": now.isoformat(timespec="seconds"),
+        "jspec": _package_version("jspec-decoding"),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

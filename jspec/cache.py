@@ -1,0 +1,153 @@
+"""Keys and values of a batch: committed tokens in pages, tokens in flight in a block beside them.
+
+A cache is a value. A forward pass reads `pages` and writes only `block`; `commit` is the one
+function that writes pages, and it writes accepted tokens only, so a rejected token has never
+been in a page and nothing is ever rewound. Knows nothing of models or of tokens as text.
+
+Slots are absolute: token number s of a row lies in slot s, which is slot `s % page_size` of page
+`table[row, s // page_size]`. Block token j of a row lies in slot `lengths[row] + j`. A slot
+outside the table is nowhere: writes to it vanish, reads of it are masked.
+
+    lengths = [3], page_size = 2, table = [[5, 0, 7]], block of two tokens x, y
+    slot    0     1     2     3       4
+    lies in 5[0]  5[1]  0[0]  block 0  block 1
+    commit(cache, count=[1]) copies x to 0[1]; lengths = [4]; y is forgotten
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.params import LeafSpec
+
+
+class CacheSpec(NamedTuple):
+    """What a model needs of a cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of one layer, either as pages or as a block."""
+
+    keys: Array
+    values: Array
+
+
+@flax.struct.dataclass
+class Cache:
+    """Keys and values of B rows in L layers."""
+
+    pages: tuple[KeysValues, ...]
+    """Per layer, `[num_pages, page_size, Nkv, H]`; committed tokens only."""
+    page_size: int = flax.struct.field(pytree_node=False)
+    """Slots a page."""
+    table: Array
+    """`[B, pages of a row]` int32: the page that holds the slots of each page-sized stretch."""
+    lengths: Array
+    """`[B]` int32: slots in pages. -1 is allowed: block token 0 is then nowhere."""
+    block: tuple[KeysValues, ...] = ()
+    """Per layer, `[B, T, Nkv, H]`: the tokens in flight. Empty between rounds."""
+    in_flight: Array | int = 0
+    """Scalar: block tokens before the ones that the next forward pass appends."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots a row."""
+        return self.table.shape[1] * self.page_size
+
+    def positions(self, width: int) -> Array:
+        """`[B, width]` slots of the tokens that the next forward pass appends."""
+        return (self.lengths + self.in_flight)[:, None] + jnp.arange(width, dtype=jnp.int32)
+
+
+def cache_specs(spec: CacheSpec, num_pages: int, page_size: int) -> tuple[KeysValues, ...]:
+    """`LeafSpec`s of the pages (shapes and logical axes), one pair a layer."""
+    leaf = LeafSpec(
+        (num_pages, page_size, spec.num_kv_heads, spec.head_dim), (None, None, "kv_heads", None)
+    )
+    return (KeysValues(leaf, leaf),) * spec.num_layers  # type: ignore[arg-type]
+
+
+def init_cache(
+    spec: CacheSpec, batch: int, capacity: int, *, page_size: int, dtype: Any
+) -> Cache:
+    """An empty cache in which row b owns the pages `b*m .. (b+1)*m - 1`, m pages a row."""
+    pages_a_row = -(-capacity // page_size)
+    num_pages = batch * pages_a_row
+    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+    return Cache(
+        pages=tuple(
+            KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            for _ in range(spec.num_layers)
+        ),
+        page_size=page_size,
+        table=jnp.arange(num_pages, dtype=jnp.int32).reshape(batch, pages_a_row),
+        lengths=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def open_block(cache: Cache, width: int) -> Cache:
+    """The cache with an empty block that has room for `width` tokens in flight."""
+    batch = cache.table.shape[0]
+
+    def room(pages: Array) -> Array:
+        return jnp.zeros((batch, width, *pages.shape[2:]), pages.dtype)
+
+    block = tuple(KeysValues(room(kv.keys), room(kv.values)) for kv in cache.pages)
+    return cache.replace(block=block, in_flight=0)
+
+
+def append(cache: Cache, layer: int, keys: Array, values: Array) -> Cache:
+    """Writes `[B, T, Nkv, H]` keys and values of one layer behind those in flight.
+
+    The tokens count as in flight for later passes once the caller has raised `in_flight`.
+    """
+    old = cache.block[layer]
+    start = (0, cache.in_flight, 0, 0)
+    new = KeysValues(
+        _update(old.keys, keys.astype(old.keys.dtype), start),
+        _update(old.values, values.astype(old.values.dtype), start),
+    )
+    return cache.replace(block=(*cache.block[:layer], new, *cache.block[layer + 1 :]))
+
+
+def commit(cache: Cache, count: Array) -> Cache:
+    """Copies the first `count[b]` block tokens of each row into its pages and drops the block.
+
+    Give a `count` that depends on the outputs of every pass that reads the pages: XLA then knows
+    that all reads come first, and updates the pages in place.
+    """
+
+    def write(pages: Array, block: Array) -> Array:
+        page, offset = _targets(cache, count, block.shape[1], pages.shape[0])
+        return pages.at[page, offset].set(block, mode="drop")
+
+    pages = tuple(
+        KeysValues(write(kv.keys, new.keys), write(kv.values, new.values))
+        for kv, new in zip(cache.pages, cache.block, strict=True)
+    )
+    return cache.replace(pages=pages, lengths=cache.lengths + count, block=(), in_flight=0)
+
+
+def _targets(
+    cache: Cache, count: Array, width: int, num_pages: int
+) -> tuple[Array, Array]:
+    """Page and offset `[B, width]` of the block tokens; page `num_pages` for those not kept."""
+    index = jnp.arange(width, dtype=jnp.int32)
+    slots = cache.lengths[:, None] + index
+    keep = (index < count[:, None]) & (slots >= 0) & (slots < cache.capacity)
+    page = jnp.take_along_axis(cache.table, slots // cache.page_size, axis=1, mode="clip")
+    return jnp.where(keep, page, num_pages), slots % cache.page_size
+
+
+def _update(block: Array, new: Array, start: tuple[Any, ...]) -> Array:
+    if new.shape == block.shape:
+        return new
+    return jnp.asarray(block).at[:, jnp.arange(new.shape[1]) + start[1]].set(new)

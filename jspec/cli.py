@@ -1,0 +1,235 @@
+"""The `jspec` command: generate, convert, bench. Parses, calls the library, prints.
+
+Everything heavy (JAX, transformers, rich) is imported inside the commands, so that help and a
+wrong flag answer at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from jspec.errors import JspecError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class DType(enum.StrEnum):
+    """Type of weights and activations."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float16 = "float16"
+
+
+class Verification(enum.StrEnum):
+    """Which rule decides on the drafts; the output law is the target's under both."""
+
+    rejection = "rejection"
+    coupled = "coupled"
+
+
+class _Commands(TyperGroup):
+    """Runs a command; see `terminal.tidy_exit` for what becomes of its errors."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from jspec import terminal
+
+        with terminal.tidy_exit():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Speculative decoding in JAX: faster generation, the output law unchanged.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str, typer.Option(help="A packaged name, a local folder, a hub id or a GGUF file.")
+]
+NumSpeculativeTokens = Annotated[
+    int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted a round.")
+]
+ComputeType = Annotated[DType, typer.Option(help="Type of weights and activations.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    from jspec import terminal
+
+    terminal.quiet_libraries()
+    terminal.tolerate_any_text()
+    app(prog_name="jspec")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print("jspec", importlib.metadata.version("jspec-decoding"))
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Model = DEFAULT_MODEL,
+    drafter: Annotated[
+        str, typer.Option(help="ngram, none, or a second model to draft with.")
+    ] = "ngram",
+    num_speculative_tokens: NumSpeculativeTokens = 6,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the top probability.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    verification: Annotated[
+        Verification, typer.Option(help="Rule that accepts drafts.")
+    ] = Verification.rejection,
+    dtype: ComputeType = DType.bfloat16,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the bare prompt: no chat.")] = False,
+) -> None:
+    """Generate text; it streams to stdout, with one line of figures under it."""
+    from jspec import terminal
+
+    text = _read_prompt(prompt)
+    with terminal.Steps() as steps:
+        steps.update("starting", 0, 0)
+        from jspec.llm import LLM, SamplingParams, enable_compilation_cache
+
+        # Before the model, so that a wrong value does not wait for a download.
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=max_tokens,
+            seed=seed,
+            verification=verification.value,
+        )
+        enable_compilation_cache()
+        llm = LLM(
+            model,
+            drafter=drafter,
+            num_speculative_tokens=num_speculative_tokens,
+            dtype=dtype.value,
+            progress=steps.update,
+        )
+        steps.update("starting", 1, 1)
+        out, output = terminal.TextOut(), None
+        for chunk in llm.stream(text if raw else [{"role": "user", "content": text}], params):
+            steps.close()
+            out.write(chunk.text)
+            output = chunk.output
+        out.end()
+    if output is not None:
+        terminal.show_figures(terminal.figures_line(output.metrics, llm.drafter_name))
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt == "-":
+        if sys.stdin is None:
+            raise JspecError("the prompt is -, but there is no standard input")
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise JspecError(f"standard input is not text: {error}") from None
+    if not prompt.strip():
+        raise JspecError("the prompt is empty")
+    return prompt
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A local folder, a hub id or a GGUF file.")],
+    dest: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")],
+    dtype: Annotated[DType | None, typer.Option(help="Default: as in the source.")] = None,
+) -> None:
+    """Convert a checkpoint once, to load faster and onto any mesh."""
+    from jspec import terminal
+
+    with terminal.Steps() as steps:
+        steps.update("starting", 0, 0)
+        import checkpoints
+
+        checkpoints.convert(
+            source,
+            dest,
+            dtype=dtype.value if dtype else None,
+            progress=steps.update,
+            report=steps.say,
+        )
+    print(f"wrote {dest}")
+
+
+@app.command()
+def bench(
+    prompts: Annotated[Path, typer.Option(help="Questions in the format of Spec-Bench (jsonl).")],
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="Repeat to compare several.  [default: ngram]")
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    num_speculative_tokens: NumSpeculativeTokens = 6,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate a prompt.")] = 128,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts a category.")] = None,
+    categories: Annotated[str | None, typer.Option(help="Only these, as a,b.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt.")] = 1,
+    dtype: ComputeType = DType.bfloat16,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.")
+    ] = None,
+    peer: Annotated[
+        str | None, typer.Option(help="Command of another engine to time in turn with this one.")
+    ] = None,
+) -> None:
+    """Time drafters against plain decoding, prompt by prompt in turn."""
+    from jspec import benchmark, terminal
+
+    settings = benchmark.Settings(
+        prompts=str(prompts),
+        model=model,
+        drafters=tuple(drafter or ["ngram"]),
+        num_speculative_tokens=num_speculative_tokens,
+        dtype=dtype.value,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        limit=limit,
+        categories=tuple(categories.split(",")) if categories else (),
+        peer=peer,
+    )
+    questions = benchmark.select_prompts(
+        benchmark.load_prompts(prompts), settings.categories, settings.limit
+    )
+    if json_out is not None:
+        benchmark.check_writable(json_out)
+    with terminal.Steps() as steps:
+        steps.update("starting", 0, 0)
+        report = benchmark.run(settings, questions, progress=steps.update)
+    terminal.print_report(report)
+    if json_out is not None:
+        benchmark.write_json(report, json_out)
+    if not report.complete:
+        raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The round, and the loop of rounds: propose, verify, commit (DESIGN, "one pure round").
+
+    step     : DecodeState -> DecodeState
+    generate = prefill, then lax.while_loop(step)
+
+Plain decoding is the same loop with a drafter that proposes nothing. Knows nothing of text,
+requests or how a drafter works.
+
+Invariant: `tokens[b, :lengths[b]]` is committed, and the target's pages hold all of it but the
+last token, which is the first token of the next round's block.
+
+    lengths 3: a b c | drafts x y | the target reads (c x y) at slots 2, 3, 4
+    x accepted, y rejected, z recovered: emitted x z -> a b c x z, lengths 5, pages hold a b c x
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec import cache as cache_lib
+from jspec.cache import Cache, KeysValues
+from jspec.drafters.base import Context, Draft, Drafter
+from jspec.model import Model
+from jspec.prefill import prefill
+from jspec.sampling import Sampling
+from jspec.verify import Verdict, verify
+
+
+class Finish(enum.IntEnum):
+    """Why a row has stopped."""
+
+    RUNNING = 0
+    STOP = 1
+    """An end-of-sequence or stop token, which is the row's last token."""
+    LENGTH = 2
+    """The most tokens asked for."""
+    INVALID = 3
+    """The target's logits were not finite; nothing was emitted from them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Static choices of the loop: together with the array shapes they name a compiled program."""
+
+    model: Model
+    drafter: Drafter
+    widths: tuple[int, ...]
+    """Block widths to compile, ascending, the last at least K + 1. A round runs at the narrowest
+    that holds its longest draft; results are bit-for-bit comparable at one width only."""
+    prefill_chunk: int = 128
+
+    def __post_init__(self) -> None:
+        needed = self.drafter.num_speculative_tokens + 1
+        if not self.widths or list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(f"{self.widths=} must ascend")
+        if self.widths[-1] < needed:
+            raise ValueError(f"{self.widths=}: the last must be at least K + 1 = {needed}")
+
+
+@flax.struct.dataclass
+class Counters:
+    """What the rows have cost so far; see `metrics.Metrics`."""
+
+    rounds: Array  # [B] int32
+    drafted: Array  # [B, K] int32, by position in the draft
+    accepted: Array  # [B, K] int32
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything that a round reads and changes, for B rows with room for S tokens each."""
+
+    tokens: Array
+    """`[B, S]` int32."""
+    lengths: Array
+    """`[B]` int32: committed tokens, at least 1."""
+    max_lengths: Array
+    """`[B]` int32: a row is finished when `lengths` gets there."""
+    stop_ids: Array
+    """`[B, E]` int32, padded with PAD_TOKEN."""
+    finish: Array
+    """`[B]` int32, a `Finish`."""
+    sampling: Sampling
+    cache: Cache
+    drafter: Any
+    counters: Counters
+
+
+def init_state(
+    config: DecodeConfig,
+    *,
+    tokens: Array,
+    lengths: Array,
+    max_lengths: Array,
+    stop_ids: Array,
+    sampling: Sampling,
+    page_size: int,
+    dtype: Any,
+) -> DecodeState:
+    """The state before the prompt has been read. `tokens` `[B, S]`; S is the capacity."""
+    B, S = tokens.shape
+    K = config.drafter.num_speculative_tokens
+    return DecodeState(
+        tokens=tokens,
+        lengths=lengths,
+        max_lengths=max_lengths,
+        stop_ids=stop_ids,
+        finish=jnp.where(lengths < max_lengths, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
+        sampling=sampling,
+        cache=cache_lib.init_cache(
+            config.model.cache_spec, B, S, page_size=page_size, dtype=dtype
+        ),
+        drafter=config.drafter.init(B, S, dtype),
+        counters=Counters(
+            rounds=jnp.zeros((B,), jnp.int32),
+            drafted=jnp.zeros((B, K), jnp.int32),
+            accepted=jnp.zeros((B, K), jnp.int32),
+        ),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def generate(config: DecodeConfig, params: Any, state: DecodeState, max_rounds: Array) -> DecodeState:
+    """Reads what of the prompts is unread, then runs rounds until all rows have finished.
+
+    At most `max_rounds` of them: the same program serves prefill alone (0), bursts and whole
+    generations. `params` is `(target, drafter's)`; `state` is donated.
+    """
+    state = _prefill(config, params, state)
+
+    def unfinished(carry: tuple[Array, DecodeState]) -> Array:
+        done, state = carry
+        return (done < max_rounds) & jnp.any(state.finish == Finish.RUNNING)
+
+    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        done, state = carry
+        return done + 1, step(config, params, state)
+
+    return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+
+def _prefill(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
+    target_params, drafter_params = params
+    cache = prefill(
+        config.model,
+        target_params,
+        state.cache,
+        state.tokens,
+        state.lengths - 1,
+        chunk=config.prefill_chunk,
+    )
+    drafter = config.drafter.prefill(drafter_params, state.drafter, _context(state))
+    return state.replace(cache=cache, drafter=drafter)
+
+
+def _context(state: DecodeState) -> Context:
+    return Context(tokens=state.tokens, lengths=state.lengths, sampling=state.sampling)
+
+
+def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
+    """One round for all rows. Finished rows take part and emit nothing."""
+    target_params, drafter_params = params
+    draft, drafter = config.drafter.propose(drafter_params, state.drafter, _context(state))
+    running = state.finish == Finish.RUNNING
+    draft = draft._replace(num_drafted=jnp.where(running, draft.num_drafted, 0))
+    checked = _check(config, target_params, state, draft)
+    run = emitted_run(draft.tokens, checked.verdict)
+    num_emitted, finish = apply_stops(state, run, checked)
+    return state.replace(
+        tokens=_append_run(state.tokens, state.lengths, run, num_emitted),
+        lengths=state.lengths + num_emitted,
+        finish=finish,
+        cache=cache_lib.commit(
+            state.cache.replace(block=checked.block), num_emitted
+        ),
+        drafter=config.drafter.commit(drafter_params, drafter, num_emitted),
+        counters=_count(state.counters, draft, checked.verdict, running),
+    )
+
+
+class Checked(NamedTuple):
+    """What the target's pass over a block yields, whatever width it ran at."""
+
+    verdict: Verdict
+    valid: Array
+    """`[B]` bool: the logits that the verdict rests on were finite."""
+    block: tuple[KeysValues, ...]
+    """Per layer `[B, K+1, Nkv, H]`."""
+
+
+def _check(config: DecodeConfig, params: Any, state: DecodeState, draft: Draft) -> Checked:
+    """Runs the target over last token and drafts, at the narrowest width that holds them."""
+    widths = jnp.array(config.widths)
+    index = jnp.searchsorted(widths, 1 + jnp.max(draft.num_drafted))
+    branches = [functools.partial(_check_at, config, w) for w in config.widths]
+    return jax.lax.switch(index, branches, params, state, draft)
+
+
+def _check_at(
+    config: DecodeConfig, width: int, params: Any, state: DecodeState, draft: Draft
+) -> Checked:
+    """`_check` with a block of `width` tokens, drafts beyond it cut off, padding behind them."""
+    num_tokens = draft.tokens.shape[1] + 1
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    block = _fit(jnp.concatenate([last, draft.tokens], axis=1), width)
+    out = config.model.forward(params, block, cache_lib.open_block(state.cache, width))
+    kept = min(width, num_tokens)
+    logits = out.logits[:, :kept]
+    verdict = verify(
+        draft.tokens[:, : kept - 1],
+        None if draft.probs is None else draft.probs[:, : kept - 1],
+        draft.num_drafted,
+        target_logits=logits,
+        sampling=state.sampling,
+        positions=state.lengths[:, None] + jnp.arange(kept),
+    )
+    used = jnp.arange(kept) <= verdict.num_accepted[:, None]
+    finite = jnp.isfinite(jnp.max(logits, axis=-1))
+    fitted = jax.tree.map(lambda x: _fit(x, num_tokens), out.cache.block)
+    return Checked(verdict, jnp.all(finite | ~used, axis=1), fitted)
+
+
+def _fit(x: Array, width: int) -> Array:
+    """`x` with axis 1 cut or zero-padded to `width`."""
+    missing = max(width - x.shape[1], 0)
+    return jnp.pad(x[:, :width], [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+
+
+def emitted_run(draft_tokens: Array, verdict: Verdict) -> Array:
+    """`[B, K+1]`: the accepted drafts, then the next token, then what means nothing."""
+    index = jnp.arange(draft_tokens.shape[1] + 1)
+    padded = _fit(draft_tokens, index.size)
+    return jnp.where(
+        index == verdict.num_accepted[:, None], verdict.next_token[:, None], padded
+    )
+
+
+def apply_stops(state: DecodeState, run: Array, checked: Checked) -> tuple[Array, Array]:
+    """How many tokens of `run` each row emits, and its `Finish` afterwards.
+
+    Every rule is applied at every offset inside the run; the first that fires ends the row
+    there, and nothing behind it is emitted.
+    """
+    index = jnp.arange(run.shape[1], dtype=jnp.int32)
+    is_stop = jnp.any(run[..., None] == state.stop_ids[:, None, :], axis=-1)
+    is_last = state.lengths[:, None] + index + 1 >= state.max_lengths[:, None]
+    offered = checked.verdict.num_accepted + 1
+    ends = (is_stop | is_last) & (index < offered[:, None])
+    ended = jnp.any(ends, axis=1)
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32)
+    stopped = jnp.take_along_axis(is_stop, first[:, None], axis=1)[:, 0]
+    reason = jnp.where(ended, jnp.where(stopped, Finish.STOP, Finish.LENGTH), Finish.RUNNING)
+    reason = jnp.where(checked.valid, reason, Finish.INVALID)
+    running = state.finish == Finish.RUNNING
+    num_emitted = jnp.where(ended, first + 1, offered)
+    num_emitted = jnp.where(running & checked.valid, num_emitted, 0)
+    return num_emitted, jnp.where(running, reason.astype(jnp.int32), state.finish)
+
+
+def _append_run(tokens: Array, lengths: Array, run: Array, num_emitted: Array) -> Array:
+    """`tokens` with the first `num_emitted` of `run` behind the committed ones."""
+    index = jnp.arange(run.shape[1], dtype=jnp.int32)
+    slots = jnp.where(index < num_emitted[:, None], lengths[:, None] + index, tokens.shape[1])
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    return tokens.at[rows, slots].set(run, mode="drop")
+
+
+def _count(counters: Counters, draft: Draft, verdict: Verdict, running: Array) -> Counters:
+    index = jnp.arange(draft.tokens.shape[1])
+    drafted = index < draft.num_drafted[:, None]
+    accepted = drafted & (index < verdict.num_accepted[:, None])
+    return Counters(
+        rounds=counters.rounds + running.astype(jnp.int32),
+        drafted=counters.drafted + drafted.astype(jnp.int32),
+        accepted=counters.accepted + accepted.astype(jnp.int32),
+    )

@@ -1,0 +1,88 @@
+"""A second, smaller model with the same vocabulary as drafter (arXiv 2211.17192, 2302.01318).
+
+Its cache stays two tokens behind: a draft step feeds the last two tokens and keeps the second's
+logits. So the token that a fully accepted draft ends in, which the draft model has never read,
+needs no special care, and no step is one token wide (slow in bfloat16 on a CPU).
+
+    committed a b c d (L = 4), K = 2; pages hold a b
+    step 0 reads (c d) at slots 2, 3  -> drafts x
+    step 1 reads (d x) at slots 3, 4  -> drafts y; in flight: c d x
+    n tokens emitted: the first n of (c d x) are committed, and the cache is two behind again
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec import cache as cache_lib
+from jspec.cache import Cache
+from jspec.drafters.base import Context, Draft
+from jspec.model import Model
+from jspec.prefill import prefill
+from jspec.sampling import Purpose, draw, probs_from_logits
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafts K tokens one after the other with `model`."""
+
+    model: Model
+    vocab_size: int
+    """The target's; the draft's own may be padded differently."""
+    num_speculative_tokens: int = 6
+    page_size: int = 16
+    prefill_chunk: int = 128
+    name: str = "draft model"
+
+    def init(self, batch: int, capacity: int, dtype: Any) -> Cache:
+        cache = cache_lib.init_cache(
+            self.model.cache_spec, batch, capacity, page_size=self.page_size, dtype=dtype
+        )
+        return cache.replace(lengths=cache.lengths - 1)
+
+    def prefill(self, params: Any, state: Cache, context: Context) -> Cache:
+        return prefill(
+            self.model, params, state, context.tokens, context.lengths - 2, chunk=self.prefill_chunk
+        )
+
+    def propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:
+        with jax.named_scope("draft"):
+            return self._propose(params, state, context)
+
+    def commit(self, params: Any, state: Cache, num_emitted: Array) -> Cache:
+        return cache_lib.commit(state, num_emitted)
+
+    def _propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:
+        K, sampling = self.num_speculative_tokens, context.sampling
+        # Under the coupled rule the draft uses the target's own noise: equal laws, equal tokens.
+        purpose = jnp.where(sampling.coupled, Purpose.TARGET, Purpose.DRAFT)
+
+        def step(carry: tuple[Array, Cache], i: Array) -> tuple[Any, tuple[Array, Array]]:
+            pair, cache = carry
+            out = self.model.forward(params, pair, cache)
+            logits = fit_vocabulary(out.logits[:, 1:], self.vocab_size)
+            law = probs_from_logits(logits, sampling)
+            token = draw(law, sampling, context.lengths[:, None] + i, purpose)
+            pair = jnp.concatenate([pair[:, 1:], token], axis=1)
+            cache = out.cache.replace(in_flight=cache.in_flight + 1)
+            return (pair, cache), (token[:, 0], law[:, 0])
+
+        where = context.lengths[:, None] + jnp.array([-2, -1])
+        pair = jnp.take_along_axis(context.tokens, jnp.maximum(where, 0), axis=1)
+        block = cache_lib.open_block(state, K + 1).replace(in_flight=jnp.int32(0))
+        (_, state), (tokens, laws) = jax.lax.scan(step, (pair, block), jnp.arange(K))
+        num_drafted = jnp.full_like(context.lengths, K)
+        return Draft(tokens.T, laws.transpose(1, 0, 2), num_drafted), state
+
+
+def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
+    """Logits cut or padded with -inf on the last axis to `vocab_size` entries."""
+    extra = vocab_size - logits.shape[-1]
+    if extra <= 0:
+        return logits[..., :vocab_size]
+    return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, extra)], constant_values=-jnp.inf)

@@ -1,0 +1,138 @@
+"""The Llama family as pure functions, and what the engine asks of any model.
+
+Knows nothing of drafters, sampling or requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.attention import attend
+from jspec.cache import Cache, CacheSpec
+from jspec.config import ModelConfig
+from jspec.params import LayerParams, Params
+from jspec.rope import apply_rope
+
+
+class Output(NamedTuple):
+    """Result of one forward pass over T tokens. What is not read is not computed (XLA)."""
+
+    logits: Array
+    """`[B, T, V]` float32."""
+    hidden: tuple[Array, ...]
+    """Taps: entry i is the residual stream `[B, T, D]` at the input of layer i, the last entry
+    the final hidden state after the norm. A model with nothing to show gives ()."""
+    cache: Cache
+    """The cache with the keys and values of these tokens in its block; pages unchanged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What the engine needs of a model; static and hashable, parameters apart.
+
+    `forward(params, tokens [B, T] int32, cache) -> Output` is pure. It calls
+    `jspec.attend(cache, layer, queries, keys, values)` once a layer and hands on the cache that
+    comes back; `cache.positions(T)` are the positions of the tokens.
+    """
+
+    forward: Callable[[Any, Array, Cache], Output]
+    vocab_size: int
+    max_position_embeddings: int
+    cache_spec: CacheSpec
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@functools.lru_cache(maxsize=None)
+def llama(config: ModelConfig) -> Model:
+    """The `Model` of a config; the same object for equal configs, so programs are shared."""
+    return Model(
+        forward=functools.partial(forward, config=config),
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        cache_spec=CacheSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
+        eos_token_ids=config.eos_token_ids,
+    )
+
+
+def forward(params: Params, tokens: Array, cache: Cache, *, config: ModelConfig) -> Output:
+    """The whole model over `tokens` `[B, T]`, which stand behind those in flight in `cache`."""
+    hidden = embed(params, tokens)
+    taps, hidden, cache = forward_layers(
+        params, config, hidden, cache, layers=range(config.num_hidden_layers)
+    )
+    final = rms_norm(hidden, params.final_norm, config.rms_norm_eps)
+    return Output(unembed(params, final), (*taps, final), cache)
+
+
+def embed(params: Params, tokens: Array) -> Array:
+    """`[B, T]` -> `[B, T, D]`. A pad token reads row 0; nothing depends on the result."""
+    return params.embed[jnp.maximum(tokens, 0)]
+
+
+def unembed(params: Params, final: Array) -> Array:
+    """Logits `[B, T, V]` float32 of normed hidden states `[B, T, D]`."""
+    head = params.embed if params.lm_head is None else params.lm_head
+    return jnp.einsum("BTD,VD->BTV", final, head, preferred_element_type=jnp.float32)
+
+
+def forward_layers(
+    params: Params, config: ModelConfig, hidden: Array, cache: Cache, *, layers: range
+) -> tuple[tuple[Array, ...], Array, Cache]:
+    """Runs a range of layers; returns the inputs of each, the output of the last, the cache."""
+    taps = []
+    for i in layers:
+        taps.append(hidden)
+        hidden, cache = decoder_layer(params.layers[i], config, hidden, cache, i)
+    return tuple(taps), hidden, cache
+
+
+def decoder_layer(
+    params: LayerParams, config: ModelConfig, hidden: Array, cache: Cache, index: int
+) -> tuple[Array, Cache]:
+    """Pre-norm attention and gated MLP, each added to the residual stream `[B, T, D]`."""
+    eps = config.rms_norm_eps
+    normed = rms_norm(hidden, params.input_norm, eps)
+    attended, cache = self_attention(params, config, normed, cache, index)
+    hidden = hidden + attended
+    with jax.named_scope("mlp"):
+        normed = rms_norm(hidden, params.post_norm, eps)
+        gate = _linear("BTD,FD->BTF", normed, params.gate, params.gate_bias)
+        up = _linear("BTD,FD->BTF", normed, params.up, params.up_bias)
+        down = _linear("BTF,DF->BTD", jax.nn.silu(gate) * up, params.down, params.down_bias)
+    return hidden + down, cache
+
+
+def self_attention(
+    params: LayerParams, config: ModelConfig, normed: Array, cache: Cache, index: int
+) -> tuple[Array, Cache]:
+    """Rotary grouped-query attention of `[B, T, D]` over the row and the block in flight."""
+    positions = cache.positions(normed.shape[1])
+    queries = _linear("BTD,NHD->BTNH", normed, params.q, params.q_bias)
+    keys = _linear("BTD,NHD->BTNH", normed, params.k, params.k_bias)
+    values = _linear("BTD,NHD->BTNH", normed, params.v, params.v_bias)
+    if params.q_norm is not None and params.k_norm is not None:
+        queries = rms_norm(queries, params.q_norm, config.rms_norm_eps)
+        keys = rms_norm(keys, params.k_norm, config.rms_norm_eps)
+    queries = apply_rope(queries, positions, config)
+    keys = apply_rope(keys, positions, config)
+    attended, cache = attend(cache, index, queries, keys, values)
+    return _linear("BTNH,DNH->BTD", attended, params.o, params.o_bias), cache
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32 (arXiv 1910.07467)."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale
+
+
+def _linear(equation: str, x: Array, weight: Array, bias: Array | None) -> Array:
+    out = jnp.einsum(equation, x, weight)
+    return out if bias is None else out + bias
