@@ -19,7 +19,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +118,12 @@ class Report:
     """A bench run, finished or not."""
 
     settings: Settings
-    complete: bool
+    stopped_by: Exception | KeyboardInterrupt | None
+    """What ended it before its time; None for a complete run."""
     samples: tuple[Sample, ...]
     comparisons: Mapping[str, tuple[Row, ...]]
     """System -> rows against plain decoding; for the peer, plain decoding against it."""
     efficiency: Mapping[str, Efficiency]
-
-
-# Prompts
 
 
 def load_prompts(path: Path) -> list[Prompt]:
@@ -179,15 +177,12 @@ def select_prompts(
     return chosen
 
 
-def spread_by_length(lengths: Sequence[int], step: int = 64) -> list[int]:
-    """Indices that visit every length band of `step` tokens once, for compiling before timing."""
+def one_per_capacity(lengths: Sequence[int]) -> list[int]:
+    """Indices of the first length below each power of two, for compiling before timing."""
     first: dict[int, int] = {}
     for index, length in enumerate(lengths):
-        first.setdefault(-(-length // step), index)
+        first.setdefault((length - 1).bit_length(), index)
     return sorted(first.values())
-
-
-# Figures
 
 
 def compare(samples: Sequence[Sample], system: str, baseline: str) -> tuple[Row, ...]:
@@ -251,93 +246,87 @@ def median_context(samples: Sequence[Sample]) -> int:
     return round(statistics.median(m.num_prompt_tokens + m.num_tokens / 2 for m in metrics))
 
 
-# Running
-
-
 def run(
-    settings: Settings,
-    prompts: Sequence[Prompt],
-    *,
-    progress: Progress | None = None,
+    settings: Settings, prompts: Sequence[Prompt], *, progress: Progress | None = None
 ) -> Report:
-    """Runs every prompt on every system; Ctrl-C ends it early with `complete` False."""
-    progress = progress or (lambda label, done, total: None)
-    samples: list[Sample] = []
-    efficiencies: dict[str, Efficiency] = {}
+    """Runs every prompt on every system. A stop on the way ends it early, see `stopped_by`."""
     drafters = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
-    peer: Peer | None = None
-    complete = False
+    samples: list[Sample] = []
+    judged: dict[str, Efficiency] = {}
+    stopped_by = None
     try:
-        engines = _load_engines(settings, [PLAIN, *drafters], progress)
-        params = _sampling_params(settings)
-        systems = {name: _system(llm, params) for name, llm in engines.items()}
-        token_ids = {p: _prompt_token_ids(engines[PLAIN], p) for p in prompts}
-        if settings.peer is not None:
-            progress("starting the peer", 0, 1)
-            peer = Peer(settings.peer)
-            progress("starting the peer", 1, 1)
-            systems[PEER] = peer.system(token_ids, settings.max_tokens)
-        warm = spread_by_length([len(token_ids[p]) for p in prompts])
-        _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
-        _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
-        context = median_context(samples)
-        for name in drafters:
-            overall = compare(samples, name, PLAIN)[-1]
-            times = engines[name].measure_round(context, repeats=10)
-            efficiencies[name] = efficiency(overall, times, context)
-        complete = True
-    except KeyboardInterrupt:
+        _measure(settings, prompts, drafters, samples, judged, progress or _silent)
+    except (KeyboardInterrupt, JspecError) as error:
         if not samples:
             raise
-    finally:
-        if peer is not None:
-            peer.close()
-    comparisons = {name: compare(samples, name, PLAIN) for name in drafters}
+        stopped_by = error
+    comparisons = {name: compare(samples, name, PLAIN) for name in drafters or [PLAIN]}
     if settings.peer is not None:
         comparisons[PEER] = compare(samples, PLAIN, PEER)
-    elif not drafters:
-        comparisons[PLAIN] = compare(samples, PLAIN, PLAIN)
-    return Report(settings, complete, tuple(samples), comparisons, efficiencies)
+    return Report(settings, stopped_by, tuple(samples), comparisons, judged)
 
 
-def _load_engines(settings: Settings, names: Iterable[str], progress: Progress) -> dict[str, Any]:
+def _silent(label: str, done: int, total: int) -> None:
+    pass
+
+
+def _measure(
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    drafters: Sequence[str],
+    samples: list[Sample],
+    judged: dict[str, Efficiency],
+    progress: Progress,
+) -> None:
+    """Fills `samples` and `judged` as it goes, so that what is done survives an interruption."""
+    engines, params = _load_engines(settings, drafters, progress)
+    token_ids = {prompt: engines[PLAIN].chat_prompt(_messages(prompt)) for prompt in prompts}
+    systems = {name: _system(llm, token_ids, params) for name, llm in engines.items()}
+    with contextlib.ExitStack() as stack:
+        if settings.peer is not None:
+            peer = stack.enter_context(contextlib.closing(Peer(settings.peer)))
+            systems[PEER] = peer.system(token_ids, settings.max_tokens)
+        warm = one_per_capacity([len(token_ids[p]) + settings.max_tokens for p in prompts])
+        _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
+        _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
+    context = median_context(samples)
+    for name in drafters:
+        times = engines[name].measure_round(context, repeats=10)
+        judged[name] = efficiency(compare(samples, name, PLAIN)[-1], times, context)
+
+
+def _load_engines(
+    settings: Settings, drafters: Sequence[str], progress: Progress
+) -> tuple[dict[str, Any], Any]:
+    """Plain decoding and an engine a drafter, of the same weights; greedy sampling for all."""
     progress("starting", 0, 0)
-    from jspec.llm import LLM, enable_compilation_cache  # late: a bad prompt file fails at once
+    from jspec.llm import LLM, SamplingParams, enable_compilation_cache  # late: JAX is slow
 
+    params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
     enable_compilation_cache()
-    progress("starting", 1, 1)
-    return {
-        name: LLM(
-            settings.model,
-            drafter=name,
-            num_speculative_tokens=settings.num_speculative_tokens,
-            dtype=settings.dtype,
-            progress=progress,
-        )
-        for name in names
+    options: dict[str, Any] = {
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "dtype": settings.dtype,
+        "max_num_seqs": 1,
+        "progress": progress,
     }
-
-
-def _sampling_params(settings: Settings) -> Any:
-    from jspec.llm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+    plain = LLM(settings.model, drafter=PLAIN, **options)
+    shared = {"model": plain.model, "params": plain.params[0], "tokenizer": plain.tokenizer}
+    engines = {name: LLM(**shared, drafter=name, **options) for name in drafters}
+    progress("starting", 1, 1)
+    return {PLAIN: plain, **engines}, params
 
 
 def _messages(prompt: Prompt) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt.text}]
 
 
-def _system(llm: Any, params: Any) -> System:
+def _system(llm: Any, token_ids: Mapping[Prompt, list[int]], params: Any) -> System:
     def generate(prompt: Prompt) -> Generation:
-        (output,) = llm.chat(_messages(prompt), params)
+        (output,) = llm.generate([token_ids[prompt]], params)
         return Generation(tuple(output.token_ids), output.metrics)
 
     return generate
-
-
-def _prompt_token_ids(llm: Any, prompt: Prompt) -> list[int]:
-    return list(llm.tokenizer.apply_chat_template(_messages(prompt)))
 
 
 def _interleave(
@@ -453,19 +442,6 @@ class Peer:
         self._errors.close()
 
 
-# Output
-
-
-def check_writable(path: Path) -> None:
-    """Finds out before a long run that its figures cannot be written."""
-    if path.is_dir():
-        raise JspecError(f"{path} is a folder, not a file to write figures to")
-    if not path.parent.is_dir():
-        raise JspecError(f"{path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise JspecError(f"{path}: no permission to write")
-
-
 def write_json(report: Report, path: Path) -> None:
     """Every figure, the settings, the versions and the machine."""
     path.write_text(json.dumps(as_json(report), indent=1) + "\n", "utf-8")
@@ -474,7 +450,7 @@ def write_json(report: Report, path: Path) -> None:
 def as_json(report: Report) -> dict[str, Any]:
     """The report as plain data; of each run its counters, not its text."""
     return {
-        "complete": report.complete,
+        "complete": report.stopped_by is None,
         "settings": dataclasses.asdict(report.settings),
         "environment": environment(),
         "comparisons": {
@@ -517,9 +493,7 @@ def _package_version(name: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()

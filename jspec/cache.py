@@ -22,7 +22,8 @@ import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.params import LeafSpec
+PAGE_AXES = (None, None, "kv_heads", None)
+"""Logical names of the axes of pages (rules: `sharding.RULES`)."""
 
 
 class CacheSpec(NamedTuple):
@@ -67,17 +68,7 @@ class Cache:
         return (self.lengths + self.in_flight)[:, None] + jnp.arange(width, dtype=jnp.int32)
 
 
-def cache_specs(spec: CacheSpec, num_pages: int, page_size: int) -> tuple[KeysValues, ...]:
-    """`LeafSpec`s of the pages (shapes and logical axes), one pair a layer."""
-    leaf = LeafSpec(
-        (num_pages, page_size, spec.num_kv_heads, spec.head_dim), (None, None, "kv_heads", None)
-    )
-    return (KeysValues(leaf, leaf),) * spec.num_layers  # type: ignore[arg-type]
-
-
-def init_cache(
-    spec: CacheSpec, batch: int, capacity: int, *, page_size: int, dtype: Any
-) -> Cache:
+def init_cache(spec: CacheSpec, batch: int, capacity: int, *, page_size: int, dtype: Any) -> Cache:
     """An empty cache in which row b owns the pages `b*m .. (b+1)*m - 1`, m pages a row."""
     pages_a_row = -(-capacity // page_size)
     num_pages = batch * pages_a_row
@@ -136,9 +127,7 @@ def commit(cache: Cache, count: Array) -> Cache:
     return cache.replace(pages=pages, lengths=cache.lengths + count, block=(), in_flight=0)
 
 
-def _targets(
-    cache: Cache, count: Array, width: int, num_pages: int
-) -> tuple[Array, Array]:
+def _targets(cache: Cache, count: Array, width: int, num_pages: int) -> tuple[Array, Array]:
     """Page and offset `[B, width]` of the block tokens; page `num_pages` for those not kept."""
     index = jnp.arange(width, dtype=jnp.int32)
     slots = cache.lengths[:, None] + index

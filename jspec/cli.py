@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,7 +143,7 @@ def generate(
             output = chunk.output
         out.end()
     if output is not None:
-        terminal.show_figures(terminal.figures_line(output.metrics, llm.drafter_name))
+        terminal.show_figures(terminal.figures_line(output.metrics, llm.drafter.name))
 
 
 def _read_prompt(prompt: str) -> str:
@@ -220,15 +221,25 @@ def bench(
         benchmark.load_prompts(prompts), settings.categories, settings.limit
     )
     if json_out is not None:
-        benchmark.check_writable(json_out)
+        _check_writable(json_out)
     with terminal.Steps() as steps:
         steps.update("starting", 0, 0)
         report = benchmark.run(settings, questions, progress=steps.update)
     terminal.print_report(report)
     if json_out is not None:
         benchmark.write_json(report, json_out)
-    if not report.complete:
-        raise KeyboardInterrupt
+    if report.stopped_by is not None:
+        raise report.stopped_by
+
+
+def _check_writable(path: Path) -> None:
+    """Finds out before a long run that its figures cannot be written."""
+    if path.is_dir():
+        raise JspecError(f"{path} is a folder, not a file to write figures to")
+    if not path.parent.is_dir():
+        raise JspecError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise JspecError(f"{path}: no permission to write")
 
 
 if __name__ == "__main__":

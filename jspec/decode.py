@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import cache as cache_lib
-from jspec.cache import Cache, KeysValues
+from jspec.cache import PAGE_AXES, Cache, KeysValues
 from jspec.drafters.base import Context, Draft, Drafter
 from jspec.model import Model
+from jspec.params import LeafSpec
 from jspec.prefill import prefill
 from jspec.sampling import Sampling
 from jspec.verify import Verdict, verify
@@ -94,6 +95,7 @@ class DecodeState:
     counters: Counters
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("page_size", "dtype"))
 def init_state(
     config: DecodeConfig,
     *,
@@ -115,9 +117,7 @@ def init_state(
         stop_ids=stop_ids,
         finish=jnp.where(lengths < max_lengths, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
         sampling=sampling,
-        cache=cache_lib.init_cache(
-            config.model.cache_spec, B, S, page_size=page_size, dtype=dtype
-        ),
+        cache=cache_lib.init_cache(config.model.cache_spec, B, S, page_size=page_size, dtype=dtype),
         drafter=config.drafter.init(B, S, dtype),
         counters=Counters(
             rounds=jnp.zeros((B,), jnp.int32),
@@ -128,7 +128,9 @@ def init_state(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def generate(config: DecodeConfig, params: Any, state: DecodeState, max_rounds: Array) -> DecodeState:
+def generate(
+    config: DecodeConfig, params: Any, state: DecodeState, max_rounds: Array
+) -> DecodeState:
     """Reads what of the prompts is unread, then runs rounds until all rows have finished.
 
     At most `max_rounds` of them: the same program serves prefill alone (0), bursts and whole
@@ -178,9 +180,7 @@ def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
         tokens=_append_run(state.tokens, state.lengths, run, num_emitted),
         lengths=state.lengths + num_emitted,
         finish=finish,
-        cache=cache_lib.commit(
-            state.cache.replace(block=checked.block), num_emitted
-        ),
+        cache=cache_lib.commit(state.cache.replace(block=checked.block), num_emitted),
         drafter=config.drafter.commit(drafter_params, drafter, num_emitted),
         counters=_count(state.counters, draft, checked.verdict, running),
     )
@@ -238,9 +238,7 @@ def emitted_run(draft_tokens: Array, verdict: Verdict) -> Array:
     """`[B, K+1]`: the accepted drafts, then the next token, then what means nothing."""
     index = jnp.arange(draft_tokens.shape[1] + 1)
     padded = _fit(draft_tokens, index.size)
-    return jnp.where(
-        index == verdict.num_accepted[:, None], verdict.next_token[:, None], padded
-    )
+    return jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], padded)
 
 
 def apply_stops(state: DecodeState, run: Array, checked: Checked) -> tuple[Array, Array]:
@@ -282,3 +280,15 @@ def _count(counters: Counters, draft: Draft, verdict: Verdict, running: Array) -
         drafted=counters.drafted + drafted.astype(jnp.int32),
         accepted=counters.accepted + accepted.astype(jnp.int32),
     )
+
+
+def state_specs(state: DecodeState) -> DecodeState:
+    """A `LeafSpec` (shape, logical axes) for every leaf of a state: pages by key/value heads,
+    everything else by rows."""
+
+    def spec(path: Any, leaf: Any) -> LeafSpec:
+        if any(getattr(entry, "name", None) == "pages" for entry in path):
+            return LeafSpec(leaf.shape, PAGE_AXES)
+        return LeafSpec(leaf.shape, ("batch",) + (None,) * (len(leaf.shape) - 1))
+
+    return jax.tree.map_with_path(spec, state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class Model:
     eos_token_ids: tuple[int, ...] = ()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def llama(config: ModelConfig) -> Model:
     """The `Model` of a config; the same object for equal configs, so programs are shared."""
     return Model(
@@ -103,9 +104,9 @@ def decoder_layer(
     hidden = hidden + attended
     with jax.named_scope("mlp"):
         normed = rms_norm(hidden, params.post_norm, eps)
-        gate = _linear("BTD,FD->BTF", normed, params.gate, params.gate_bias)
-        up = _linear("BTD,FD->BTF", normed, params.up, params.up_bias)
-        down = _linear("BTF,DF->BTD", jax.nn.silu(gate) * up, params.down, params.down_bias)
+        gate = _linear(normed, params.gate, params.gate_bias)
+        up = _linear(normed, params.up, params.up_bias)
+        down = _linear(jax.nn.silu(gate) * up, params.down, params.down_bias)
     return hidden + down, cache
 
 
@@ -114,16 +115,16 @@ def self_attention(
 ) -> tuple[Array, Cache]:
     """Rotary grouped-query attention of `[B, T, D]` over the row and the block in flight."""
     positions = cache.positions(normed.shape[1])
-    queries = _linear("BTD,NHD->BTNH", normed, params.q, params.q_bias)
-    keys = _linear("BTD,NHD->BTNH", normed, params.k, params.k_bias)
-    values = _linear("BTD,NHD->BTNH", normed, params.v, params.v_bias)
+    queries = _linear(normed, params.q, params.q_bias)
+    keys = _linear(normed, params.k, params.k_bias)
+    values = _linear(normed, params.v, params.v_bias)
     if params.q_norm is not None and params.k_norm is not None:
         queries = rms_norm(queries, params.q_norm, config.rms_norm_eps)
         keys = rms_norm(keys, params.k_norm, config.rms_norm_eps)
     queries = apply_rope(queries, positions, config)
     keys = apply_rope(keys, positions, config)
     attended, cache = attend(cache, index, queries, keys, values)
-    return _linear("BTNH,DNH->BTD", attended, params.o, params.o_bias), cache
+    return _linear(attended, params.o, params.o_bias, inputs=2), cache
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -133,6 +134,14 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return normed.astype(x.dtype) * scale
 
 
-def _linear(equation: str, x: Array, weight: Array, bias: Array | None) -> Array:
-    out = jnp.einsum(equation, x, weight)
+def _linear(x: Array, weight: Array, bias: Array | None, *, inputs: int = 1) -> Array:
+    """`x @ weight.T + bias` over the last `inputs` axes of both; the other axes of `weight` are
+    the output's. Done as one matrix product: XLA would transpose a weight of three axes."""
+    leading, outer = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
+    flat = jax.lax.dot_general(
+        x.reshape(*leading, -1),
+        weight.reshape(math.prod(outer), -1),
+        (((len(leading),), (1,)), ((), ())),
+    )
+    out = flat.reshape(*leading, *outer)
     return out if bias is None else out + bias

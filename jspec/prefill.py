@@ -33,7 +33,10 @@ def prefill(
         block = jnp.take_along_axis(tokens, where, axis=1)
         out = model.forward(params, block, cache_lib.open_block(cache, chunk))
         count = jnp.clip(upto - cache.lengths, 0, chunk)
-        return cache_lib.commit(out.cache, count)
+        # Every layer but the last, whose attention nobody needs, has read its pages once the
+        # last layer's keys are there: tie the writes to them (see `cache.commit`).
+        count, block = jax.lax.optimization_barrier((count, out.cache.block))
+        return cache_lib.commit(out.cache.replace(block=block), count)
 
     with jax.named_scope("prefill"):
         return jax.lax.while_loop(behind, add_chunk, cache)

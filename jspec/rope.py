@@ -71,10 +71,8 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return (1 - blend) * plain / scaling.factor + blend * plain
 
 
-def _yarn(
-    plain: np.ndarray, scaling: RopeScaling, config: ModelConfig
-) -> tuple[np.ndarray, float]:
-    """Interpolates slow dimensions, keeps fast ones (Peng et al., arXiv 2309.00071, section 3.2)."""
+def _yarn(plain: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Interpolates slow dimensions, keeps fast ones (arXiv 2309.00071, section 3.2)."""
     trained = scaling.original_max_position_embeddings or config.max_position_embeddings
 
     def dimension(turns: float) -> float:

@@ -125,9 +125,7 @@ def draw_key(seed: Array, position: Array, purpose: Array | int) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
 
 
-def gumbel_noise(
-    seed: Array, positions: Array, purpose: Array | Purpose, vocab_size: int
-) -> Array:
+def gumbel_noise(seed: Array, positions: Array, purpose: Array | Purpose, vocab_size: int) -> Array:
     """Standard Gumbel noise `[B, T, V]` for `positions` `[B, T]` of rows with `seed` `[B]`.
 
     `purpose` is one for all rows or `[B]`. Entry v does not depend on `vocab_size`.
@@ -137,7 +135,9 @@ def gumbel_noise(
         return jax.random.gumbel(draw_key(seed, position, purpose), (vocab_size,), jnp.float32)
 
     by_position = jax.vmap(one, (None, 0, None))
-    return jax.vmap(by_position)(seed, positions, jnp.broadcast_to(jnp.asarray(purpose), seed.shape))
+    return jax.vmap(by_position)(
+        seed, positions, jnp.broadcast_to(jnp.asarray(purpose), seed.shape)
+    )
 
 
 def uniform_draw(seed: Array, positions: Array, purpose: Purpose) -> Array:
@@ -149,9 +149,7 @@ def uniform_draw(seed: Array, positions: Array, purpose: Purpose) -> Array:
     return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
 
 
-def draw(
-    law: Array, sampling: Sampling, positions: Array, purpose: Array | Purpose
-) -> Array:
+def draw(law: Array, sampling: Sampling, positions: Array, purpose: Array | Purpose) -> Array:
     """A token `[B, T]` int32 from each law `[B, T, V]` (normalised or not), by Gumbel's argmax.
 
     Greedy rows have one-hot laws, so where all are greedy no noise is made.

@@ -98,11 +98,8 @@ class _Amount(ProgressColumn):
 
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-        if minutes > 59
-        else (f"{minutes}:{seconds:02}")
-    )
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class Steps:
@@ -135,9 +132,10 @@ class Steps:
             if total and done >= total:
                 return
             self._progress = self._start()
+        known = total if total > 1 else None  # of a single thing there is no part
         if label not in self._tasks:
-            self._tasks[label] = self._progress.add_task(label, total=total or None)
-        self._progress.update(self._tasks[label], completed=done, total=total or None)
+            self._tasks[label] = self._progress.add_task(label, total=known)
+        self._progress.update(self._tasks[label], completed=done, total=known)
         if total and done >= total:
             self._progress.remove_task(self._tasks.pop(label))
             if not self._tasks:
@@ -198,13 +196,11 @@ def figures_line(metrics: Metrics, drafter: str, width: int = 80) -> str:
     """What a generation cost and how well its drafts did, in one line of at most `width`."""
     head = f"{metrics.num_tokens} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
     if not metrics.num_drafted:
-        head, tail = head + "drafter ", ""
-    else:
-        head += "drafter "
-        tail = (
-            f", acceptance {metrics.acceptance_rate:.2f}, "
-            f"mean length {metrics.mean_acceptance_length:.2f}"
-        )
+        return head + "no drafts"
+    tail = (
+        f": {metrics.acceptance_rate:.0%} accepted, "
+        f"mean length {metrics.mean_acceptance_length:.2f}"
+    )
     room = width - len(head) - len(tail)
     return head + (drafter if len(drafter) <= room else "..." + drafter[3 - room :]) + tail
 
@@ -224,9 +220,9 @@ def print_report(report: Report) -> None:
         console.print(report_table(report, name, rows))
         if name in report.efficiency:
             console.print(efficiency_lines(report.efficiency[name]), highlight=False)
-    if not report.complete:
+    if report.stopped_by is not None:
         done = len({sample.prompt for sample in report.samples})
-        console.print(f"interrupted after {done} prompts", highlight=False)
+        console.print(f"not complete: stopped after {done} prompts", highlight=False)
 
 
 def report_table(report: Report, name: str, rows: Sequence[Row]) -> Table:
@@ -237,17 +233,16 @@ def report_table(report: Report, name: str, rows: Sequence[Row]) -> Table:
     settings = report.settings
     what = f"drafter {name}, K = {settings.num_speculative_tokens}" if drafts else "plain decoding"
     title = f"{settings.model}, {settings.dtype}, {what}, tokens/s"
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    grid.add_column("category", max_width=16, no_wrap=True, overflow="ellipsis")
-    headings = ["prompts", against, mine, "ratio", "median"]
-    headings += ["accepted", "length"] if drafts else []
+    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    grid.add_column("category", max_width=15, no_wrap=True, overflow="ellipsis")
+    headings = [against, mine, "ratio", "median"]
+    headings += ["accept", "length"] if drafts else []
     for heading in [*headings, "same text"]:
         grid.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.category == OVERALL:
             grid.add_section()
         cells = [
-            str(row.num_prompts),
             f"{row.baseline_tokens_per_second:.1f}",
             f"{row.tokens_per_second:.1f}",
             f"{row.speedup:.2f}x",

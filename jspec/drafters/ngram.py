@@ -57,7 +57,9 @@ class NgramDrafter:
         period = jnp.maximum(length - 1 - end, 1)
         steps = jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)
         draft = tokens[end + 1 + steps % period]
-        return Draft(draft, None, jnp.where(found, self.num_speculative_tokens, 0).astype(jnp.int32))
+        return Draft(
+            draft, None, jnp.where(found, self.num_speculative_tokens, 0).astype(jnp.int32)
+        )
 
     def match_lengths(self, tokens: Array, length: Array) -> Array:
         """`[S]`: how many tokens up to each one equal the row's last tokens, 0..max_match."""

@@ -1,0 +1,1 @@
+"""Host side of generation: requests in, batches of fixed shape run, results out."""

@@ -1,0 +1,164 @@
+"""From what a user names to what the engine runs: targets, drafters, tokenizers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jspec.cache import CacheSpec
+from jspec.drafters.base import Drafter
+from jspec.drafters.draft_model import DraftModel
+from jspec.drafters.ngram import NgramDrafter
+from jspec.drafters.none import NoDrafter
+from jspec.errors import JspecError
+from jspec.model import Model, Output, llama
+
+DTYPES = ("bfloat16", "float16", "float32")
+VOCABULARY_PADDING = 512
+"""Checkpoints of one family round the same vocabulary up to different multiples (Qwen2.5:
+151936 and 152064); sizes less than this apart are the same vocabulary, padded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What every load shares."""
+
+    dtype: str
+    mesh: Mesh | None = None
+    progress: Callable[[str, int, int], None] | None = None
+    report: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise JspecError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+
+
+class Loaded(NamedTuple):
+    """A model ready to run."""
+
+    model: Model
+    params: Any
+    tokenizer: Any
+
+
+def load_target(source: Any, params: Any, options: Options) -> Loaded:
+    """A checkpoint by name or path, a `Model` with its `params`, or an NNX module."""
+    if isinstance(source, Model):
+        if params is None:
+            raise JspecError("LLM(model=jspec.Model(...)) needs params= as well")
+        return Loaded(source, params, None)
+    if not isinstance(source, (str, Path)):
+        return Loaded(*from_nnx(source), None)
+    import checkpoints
+
+    loaded = checkpoints.load(
+        source,
+        dtype=options.dtype,
+        mesh=options.mesh,
+        progress=options.progress,
+        report=options.report,
+    )
+    return Loaded(llama(loaded.config), loaded.params, loaded.tokenizer)
+
+
+def load_drafter(
+    drafter: str | Path | Drafter,
+    params: Any,
+    target: Model,
+    num_speculative_tokens: int,
+    options: Options,
+) -> tuple[Drafter, Any]:
+    """The drafter that a name, a model source or an object stands for, and its parameters."""
+    if not isinstance(drafter, (str, Path)):
+        return drafter, params
+    if str(drafter) == "none":
+        return NoDrafter(), ()
+    if num_speculative_tokens < 1:
+        raise JspecError(
+            f'{num_speculative_tokens=}: must be at least 1 (drafter="none" decodes plainly)'
+        )
+    if str(drafter) == "ngram":
+        return NgramDrafter(num_speculative_tokens), ()
+    try:
+        draft = load_target(drafter, None, options)
+    except JspecError as error:
+        raise JspecError(
+            f'drafter {str(drafter)!r} is neither "none" nor "ngram", and as a draft model: {error}'
+        ) from error
+    check_vocabularies(draft.model.vocab_size, target.vocab_size)
+    name = Path(drafter).name
+    return DraftModel(
+        draft.model, target.vocab_size, num_speculative_tokens, name=name
+    ), draft.params
+
+
+def check_vocabularies(draft: int, target: int) -> None:
+    """Raises where the sizes differ by more than padding."""
+    if abs(draft - target) >= VOCABULARY_PADDING:
+        raise JspecError(
+            f"the draft model has another vocabulary ({draft} tokens) than the target "
+            f"({target}): both must come from one family"
+        )
+
+
+def from_nnx(module: Any) -> tuple[Model, Any]:
+    """The `Model` and parameters of a Flax NNX module.
+
+    The module's `__call__(tokens, cache)` follows `Model.forward`; its attributes `vocab_size`,
+    `max_position_embeddings`, `num_layers`, `num_kv_heads`, `head_dim` and, if it has any,
+    `eos_token_ids` describe it.
+    """
+    from flax import nnx
+
+    if not isinstance(module, nnx.Module):
+        kind = type(module).__name__
+        raise JspecError(
+            f"model of type {kind}: need a name, a path, a jspec.Model or an nnx.Module"
+        )
+    needed = ("vocab_size", "max_position_embeddings", "num_layers", "num_kv_heads", "head_dim")
+    missing = [name for name in needed if not hasattr(module, name)]
+    if missing:
+        raise JspecError(f"{type(module).__name__} lacks the attribute {missing[0]!r}")
+    graph, params = nnx.split(module)
+
+    def forward(params: Any, tokens: Any, cache: Any) -> Output:
+        return Output(*nnx.merge(graph, params)(tokens, cache))
+
+    return Model(
+        forward=forward,
+        vocab_size=module.vocab_size,
+        max_position_embeddings=module.max_position_embeddings,
+        cache_spec=CacheSpec(module.num_layers, module.num_kv_heads, module.head_dim),
+        eos_token_ids=tuple(getattr(module, "eos_token_ids", ())),
+    ), params
+
+
+class _WholeText:
+    """A detokenizer for tokenizers that only know `decode`: what is new since the last push."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._ids, self._text = tokenizer, [], ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids += ids
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        new, self._text = text[len(self._text) :], text
+        return new
+
+    def flush(self) -> str:
+        return ""
+
+
+def detokenizer(tokenizer: Any) -> Any:
+    """Something with `push(ids) -> new text` and `flush()`, for any tokenizer or none."""
+    import checkpoints
+
+    if isinstance(tokenizer, checkpoints.Tokenizer):
+        return checkpoints.Detokenizer(tokenizer)
+    return _WholeText(tokenizer)
