@@ -55,7 +55,7 @@ def static_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 def _dynamic_frequencies(context: Array, scaling: RopeScaling, config: ModelConfig) -> Array:
     """NTK-aware base for a context of that many tokens; unscaled up to the trained one."""
-    trained = scaling.original_max_position_embeddings or config.max_position_embeddings
+    trained = config.max_position_embeddings  # as transformers has it, whatever else is set
     stretch = scaling.factor * jnp.maximum(context, trained) / trained - (scaling.factor - 1.0)
     exponent = config.head_dim / (config.head_dim - 2)
     base = config.rope_theta * stretch**exponent

@@ -1,0 +1,211 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import (
+    CONFIG,
+    TARGET,
+    TableDrafter,
+    llama_params,
+    markov,
+    rows_of,
+    run,
+    sampling,
+    start,
+    uncached_greedy,
+)
+
+from jspec.decode import DecodeConfig, Finish, generate
+from jspec.drafters.draft_model import DraftModel
+from jspec.drafters.ngram import NgramDrafter
+from jspec.drafters.none import NoDrafter
+
+V = CONFIG.vocab_size
+PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(2, 45))]
+MAX_TOKENS = [50, 40, 61]
+DRAFTERS = {
+    "none": lambda p: (NoDrafter(), ()),
+    "ngram": lambda p: (NgramDrafter(6, min_match=1), ()),
+    "draft model": lambda p: (DraftModel(TARGET, V, 6), p),
+}
+
+
+def generated(name, *, dtype=jnp.float32, widths=(8,), settings=None, draft_params=None, **kwargs):
+    """Final state of the three prompts with a drafter; the draft model is an unrelated one."""
+    params = llama_params(0, dtype), draft_params or llama_params(1, dtype)
+    drafter, drafter_params = DRAFTERS[name](params[1])
+    config = DecodeConfig(TARGET, drafter, widths, prefill_chunk=16)
+    kwargs = {"max_tokens": MAX_TOKENS} | kwargs
+    prompts = kwargs.pop("prompts", PROMPTS)
+    state = start(config, prompts, settings=settings, dtype=dtype, **kwargs)
+    return run(config, (params[0], drafter_params), state)
+
+
+@pytest.mark.parametrize("widths", [(8,), (2, 8), (1, 3, 7)])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_text_equals_an_uncached_reference(name, widths):
+    state = generated(name, widths=widths)
+    for row, prompt, n in zip(rows_of(state), PROMPTS, MAX_TOKENS, strict=True):
+        assert row == uncached_greedy(TARGET, llama_params(0), prompt, n)
+    assert np.all(np.asarray(state.finish) == Finish.LENGTH)
+    if name == "ngram":
+        assert np.all(np.asarray(state.counters.accepted).sum(1) > 0), "nothing was speculated"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_bits_do_not_depend_on_the_drafter(rule, dtype):
+    """At one shape (rows, width) every drafter gives the tokens of none, even in bfloat16."""
+    rows = sampling(3, temperature=0.0 if rule == "greedy" else 1.0, coupled=True, top_p=0.95)
+    texts = [rows_of(generated(name, dtype=dtype, settings=rows)) for name in DRAFTERS]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
+def test_bits_do_not_depend_on_other_rows_or_the_slot(name, temperature):
+    def text(prompts, seeds, slot):
+        rows = sampling(3, temperature=temperature, coupled=True, seed=seeds)
+        state = generated(name, dtype=jnp.bfloat16, settings=rows, prompts=prompts, max_tokens=40)
+        return rows_of(state)[slot]
+
+    a, b, c = PROMPTS
+    alone = text([b, [0], [0]], [5, 6, 7], 0)
+    assert alone == text([a, c, b], [1, 2, 5], 2)
+    assert alone == text([c, b, a], [8, 5, 9], 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("coupled", [False, True], ids=["rejection", "coupled"])
+def test_a_perfect_drafter_is_always_fully_accepted(temperature, coupled):
+    """Also in the round after a fully accepted one, where a stale draft cache would show."""
+    rows = sampling(3, temperature=temperature, coupled=coupled)
+    state = generated("draft model", draft_params=llama_params(0), settings=rows)
+    counters = jax.device_get(state.counters)
+    np.testing.assert_array_equal(counters.accepted, counters.drafted)
+    assert counters.rounds.tolist() == [-(-n // 7) for n in MAX_TOKENS]
+
+
+def test_drafts_of_another_model_are_partly_rejected():
+    near = jax.tree.map(lambda a, b: a + 0.05 * b, llama_params(0), llama_params(1))
+    counters = jax.device_get(generated("draft model", draft_params=near).counters)
+    assert 0 < counters.accepted.sum() < counters.drafted.sum()
+
+
+def test_bursts_give_what_one_program_gives():
+    config = DecodeConfig(TARGET, NgramDrafter(6, min_match=1), (8,), prefill_chunk=16)
+    params = (llama_params(0), ())
+    state = start(config, PROMPTS, max_tokens=MAX_TOKENS)
+    for rounds in (0, 1, 2, 5, 1000):
+        state = run(config, params, state, rounds)
+    assert rows_of(state) == rows_of(generated("ngram"))
+
+
+def test_pages_never_hold_an_uncommitted_token():
+    """After every round, slots from `lengths - 1` on still hold what they held at first."""
+    params = llama_params(0)
+    config = DecodeConfig(TARGET, DraftModel(TARGET, V, 6), (8,), prefill_chunk=16)
+    state = start(config, PROMPTS, max_tokens=MAX_TOKENS)
+    for _ in range(6):
+        state = run(config, (params, llama_params(1)), state, 1)
+        for cache, lag in ((state.cache, 1), (state.drafter, 2)):
+            held = np.asarray(cache.pages[1].keys).reshape(3, cache.capacity, -1)
+            used = np.any(held != 0, axis=2)
+            committed = np.asarray(state.lengths) - lag
+            expected = np.arange(cache.capacity) < committed[:, None]
+            np.testing.assert_array_equal(used, expected)
+
+
+# A target that counts up modulo 10, and a drafter that knows it: runs of known length.
+COUNTING = jnp.where(jnp.arange(10) == (jnp.arange(10)[:, None] + 1) % 10, 9.0, 0.0)
+
+
+def counted(*, stop_ids=(), max_tokens=20, table=COUNTING, K=4, finish=True):
+    config = DecodeConfig(markov(10), TableDrafter(K, deterministic=True), (K + 1,))
+    state = start(config, [[0], [2]], max_tokens=max_tokens, stop_ids=stop_ids, capacity=64)
+    return run(config, (COUNTING, table), state, 1000 if finish else 1)
+
+
+@pytest.mark.parametrize("stop", range(1, 10))
+def test_a_stop_token_ends_the_row_at_every_offset_of_a_run(stop):
+    state = counted(stop_ids=[stop])
+    expected = [list(range(0, stop + 1)), [2, *((i % 10) for i in range(3, 3 + (stop - 3) % 10 + 1))]]
+    assert rows_of(state) == expected
+    assert state.finish.tolist() == [Finish.STOP] * 2
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_ends_the_row_at_every_offset_of_a_run(max_tokens):
+    state = counted(max_tokens=max_tokens)
+    assert rows_of(state)[0] == [i % 10 for i in range(max_tokens + 1)]
+    assert state.finish.tolist() == [Finish.LENGTH] * 2
+
+
+def test_what_comes_first_wins():
+    both = counted(stop_ids=[3], max_tokens=3)
+    assert rows_of(both)[0] == [0, 1, 2, 3]
+    assert both.finish.tolist() == [Finish.STOP, Finish.STOP]  # a last token that stops: stop
+    assert counted(stop_ids=[4], max_tokens=3).finish.tolist() == [Finish.LENGTH, Finish.STOP]
+
+
+def test_counters_count_rounds_drafts_and_acceptances():
+    counters = counted(max_tokens=20).counters
+    assert counters.rounds.tolist() == [4, 4]
+    assert counters.drafted.tolist() == [[4] * 4] * 2
+    assert counters.accepted.tolist() == [[4] * 4] * 2
+    wrong_third = COUNTING.at[2].set(COUNTING[5])  # after 2 it says 6
+    counters = counted(max_tokens=8, table=wrong_third).counters
+    # row 0: 1 2 | 3 fresh, then 4 5 6 7 8: two rounds
+    assert counters.rounds.tolist()[0] == 2
+    assert counters.accepted.tolist()[0] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_logits_that_are_not_finite_end_the_row_before_they_are_used(bad):
+    broken = COUNTING.at[3].set(bad)
+    config = DecodeConfig(markov(10), TableDrafter(4, deterministic=True), (5,))
+    state = run(config, (broken, COUNTING), start(config, [[0], [5]], max_tokens=5, capacity=64))
+    assert rows_of(state) == [[0], [5, 6, 7, 8, 9, 0]]
+    assert state.finish.tolist() == [Finish.INVALID, Finish.LENGTH]
+
+
+def test_a_finished_row_changes_no_more():
+    state = counted(max_tokens=[3, 20])
+    assert rows_of(state)[0] == [0, 1, 2, 3]
+    assert state.counters.rounds.tolist() == [1, 4]
+
+
+def test_one_program_a_shape_and_it_copies_neither_pages_nor_weights():
+    config = DecodeConfig(TARGET, DraftModel(TARGET, V, 6), (2, 7), prefill_chunk=16)
+    params = (llama_params(0), llama_params(1))
+    state = start(config, PROMPTS[:2], max_tokens=5, capacity=208)
+    text = generate.lower(config, params, state, np.int32(9)).compile().as_text()
+    # What a loop carries is copied once on its way in where it is donated; nothing in a loop is.
+    copied = set(re.findall(r"= \w+\[([\d,]+)\]\{[\d,]*\} copy\(", text))
+    shapes = {
+        ",".join(map(str, x.shape))
+        for x in jax.tree.leaves((params, state.cache.pages))
+        if x.ndim > 1
+    }
+    assert "26,16,2,8" in shapes
+    assert not shapes & copied
+    before = generate._cache_size()
+    for max_tokens in (3, 9):
+        run(config, params, start(config, PROMPTS[:2], max_tokens=max_tokens, capacity=208))
+    assert generate._cache_size() == before + 1
+
+
+def test_the_state_is_donated():
+    config = DecodeConfig(TARGET, NoDrafter(), (8,), prefill_chunk=16)
+    state = start(config, PROMPTS, max_tokens=3)
+    run(config, (llama_params(0), ()), state)
+    assert state.cache.pages[0].keys.is_deleted()
+
+
+def test_widths_must_hold_a_draft():
+    with pytest.raises(ValueError, match="K \\+ 1 = 7"):
+        DecodeConfig(TARGET, NgramDrafter(6), (2, 6))
+    with pytest.raises(ValueError, match="ascend"):
+        DecodeConfig(TARGET, NoDrafter(), (8, 2))

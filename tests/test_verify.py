@@ -1,0 +1,87 @@
+import jax.numpy as jnp
+import numpy as np
+from tiny import sampling
+
+from jspec.verify import count_accepted, residual_at, verify, verify_exact_match
+
+LAW = jnp.array([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]])
+
+
+def accepted(tokens, probs, coins, drafted=2):
+    flags = jnp.arange(2) < drafted
+    return count_accepted(
+        jnp.array([tokens]), probs, flags[None], LAW, jnp.array([coins], jnp.float32)
+    ).tolist()
+
+
+def test_a_certain_draft_is_kept_as_often_as_the_target_would_say_it():
+    assert accepted([0, 3], None, [0.49, 0.39]) == [2]
+    assert accepted([0, 3], None, [0.51, 0.0]) == [0]
+    assert accepted([0, 3], None, [0.49, 0.41]) == [1]
+    assert accepted([3, 3], None, [0.0, 0.0]) == [0]  # the target never says 3 there
+
+
+def test_a_soft_draft_is_kept_by_the_ratio_of_the_laws():
+    probs = jnp.array([[[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.2, 0.8]]])
+    assert accepted([0, 3], probs, [0.49, 0.49]) == [2]
+    assert accepted([0, 3], probs, [0.49, 0.51]) == [1]
+    under = jnp.array([[[0.2, 0.6, 0.2, 0.0], [0.0, 0.0, 0.2, 0.8]]])
+    assert accepted([0, 3], under, [0.999, 0.999]) == [1]  # draft 0.2 <= target 0.5: always kept
+
+
+def test_what_was_not_drafted_is_not_accepted():
+    assert accepted([0, 3], None, [0.0, 0.0], drafted=1) == [1]
+
+
+def residual(num_accepted, probs, tokens=(0, 3), drafted=2):
+    return residual_at(
+        jnp.array([num_accepted]),
+        jnp.array([tokens]),
+        probs,
+        (jnp.arange(2) < drafted)[None],
+        LAW,
+    )[0]
+
+
+def test_residual_is_the_positive_part_of_the_difference():
+    probs = jnp.array([[[0.4, 0.6, 0.0, 0.0], [0.0, 0.0, 0.2, 0.8]]])
+    np.testing.assert_allclose(residual(0, probs), [0.1, 0.0, 0.2, 0.0], atol=1e-7)
+    np.testing.assert_allclose(residual(0, None), [0.0, 0.3, 0.2, 0.0])
+    np.testing.assert_allclose(residual(2, probs), LAW[0, 2])  # bonus: the target's own law
+    np.testing.assert_allclose(residual(1, None, drafted=1), LAW[0, 1])  # nothing drafted there
+
+
+def test_exact_match_keeps_the_leading_equal_tokens():
+    verdict = verify_exact_match(
+        jnp.array([[5, 6, 7], [5, 6, 7], [5, 6, 7]]),
+        jnp.array([[5, 6], [4, 6], [5, 9]]),
+        jnp.full((3, 2), True),
+    )
+    assert verdict.num_accepted.tolist() == [2, 0, 1]
+    assert verdict.next_token.tolist() == [7, 5, 6]
+
+
+def test_rows_of_one_batch_follow_their_own_rule():
+    """Greedy, rejection and coupled rows decide alike alone and together."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(3, 3, 11)), jnp.float32)
+    tokens = jnp.asarray(np.argmax(logits[:, :2], axis=-1), jnp.int32)
+    probs = jnp.asarray(rng.dirichlet(np.ones(11), size=(3, 2)), jnp.float32)
+    positions = jnp.tile(jnp.arange(3), (3, 1))
+    rows = {"temperature": [0.0, 1.0, 1.0], "coupled": [False, False, True]}
+
+    def decide(which, **rows):
+        return verify(
+            tokens[which],
+            probs[which],
+            jnp.full((len(which),), 2),
+            target_logits=logits[which],
+            sampling=sampling(len(which), seed=which, **rows),
+            positions=positions[which],
+        )
+
+    together = decide(np.arange(3), **rows)
+    for b in range(3):
+        alone = decide(np.array([b]), **{k: v[b] for k, v in rows.items()})
+        assert together.num_accepted[b] == alone.num_accepted[0]
+        assert together.next_token[b] == alone.next_token[0]
