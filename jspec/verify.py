@@ -17,6 +17,7 @@ from jax import Array
 from jspec.sampling import (
     Purpose,
     Sampling,
+    argmax,
     draw,
     probs_from_logits,
     uniform_draw,
@@ -54,7 +55,7 @@ def verify(
         drafted = jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]
         return jax.lax.cond(
             jnp.all(sampling.temperature == 0),
-            lambda: verify_exact_match(jnp.argmax(target_logits, axis=-1), draft_tokens, drafted),
+            lambda: verify_exact_match(argmax(target_logits), draft_tokens, drafted),
             lambda: _verify_soft(
                 draft_tokens, draft_probs, drafted, target_logits, sampling, positions
             ),
@@ -100,7 +101,7 @@ def verify_exact_match(target_tokens: Array, draft_tokens: Array, drafted: Array
     """
     num_accepted = _leading_true(drafted & (draft_tokens == target_tokens[:, :-1]))
     next_token = jnp.take_along_axis(target_tokens, num_accepted[:, None], axis=1)[:, 0]
-    return Verdict(num_accepted, next_token.astype(jnp.int32))
+    return Verdict(num_accepted, next_token)
 
 
 def count_accepted(

@@ -102,10 +102,20 @@ class BatchRunner:
         if key not in self.programs:
             report = self.on_compile or (lambda *_: None)
             report("compiling", 0, 1)
-            lowered = generate.lower(self.config, self.params, state, np.int32(0))
-            self.programs[key] = lowered.compile()
+            self.programs[key] = self._compile(state)
             report("compiling", 1, 1)
         return self.programs[key]
+
+
+    def _compile(self, state: DecodeState) -> Any:
+        """Says that a state comes out sharded as it went in, so that bursts can follow bursts."""
+        program = jax.jit(
+            generate.__wrapped__,
+            static_argnums=0,
+            donate_argnums=2,
+            out_shardings=jax.tree.map(lambda x: x.sharding, state),
+        )
+        return program.lower(self.config, self.params, state, np.int32(0)).compile()
 
 
 def _request_arrays(requests: Sequence[Request], rows: int, capacity: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jspec import cache as cache_lib
 from jspec.decode import DecodeConfig
 from jspec.drafters.base import Context
 from jspec.prefill import prefill
-from jspec.sampling import Sampling
+from jspec.sampling import Sampling, argmax
 
 _LOOP = 8
 """Repetitions in one device program, so that dispatch does not count."""
@@ -87,7 +87,7 @@ def _passes(config: DecodeConfig, width: int, params: Any, cache: Any) -> Array:
 
     def one(_: Any, tokens: Array) -> Array:
         out = config.model.forward(params, tokens, cache_lib.open_block(cache, width))
-        return jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
+        return argmax(out.logits)
 
     return jax.lax.fori_loop(0, _LOOP, one, jnp.zeros((1, width), jnp.int32))
 
