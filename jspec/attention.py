@@ -36,22 +36,34 @@ def attend(
     Returns:
       `[B, T, N, H]` in the dtype of `queries`, and the cache with the block extended.
     """
-    with jax.named_scope("attention"):
-        positions = cache.positions(queries.shape[1])
-        cache = cache_lib.append(cache, layer, keys, values)
-        return _tiled_attention(queries, positions, cache, layer), cache
+    positions = cache.positions(queries.shape[1])
+    cache = cache_lib.append(cache, layer, keys, values)
+    paged, block = cache.pages[layer], cache.block[layer]
+    out = _tiled_attention(queries, positions, paged, block, cache.table, cache.lengths)
+    return out, cache
 
 
-def _tiled_attention(queries: Array, positions: Array, cache: Cache, layer: int) -> Array:
+@jax.jit  # traced once, not once a layer: half of the time to a first token is tracing
+@jax.named_scope("attention")
+def _tiled_attention(
+    queries: Array,
+    positions: Array,
+    paged: KeysValues,
+    block: KeysValues,
+    table: Array,
+    lengths: Array,
+) -> Array:
     """Online softmax over the tiles (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3)."""
     B, T, N, H = queries.shape
-    Nkv = cache.pages[layer].keys.shape[2]
+    Nkv = paged.keys.shape[2]
     grouped = queries.reshape(B, T, Nkv, N // Nkv, H)
     num_tiles = jnp.max(positions) // KEY_TILE + 1  # the last query's slot is the last key
 
     def add_tile(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
-        kv = _tile(cache, layer, i)
+        kv = KeysValues(
+            *(_tile(p, b, table, lengths, i) for p, b in zip(paged, block, strict=True))
+        )
         scores = jnp.einsum(
             "BTKGH,BSKH->BKTGS", grouped, kv.keys, preferred_element_type=jnp.float32
         )
@@ -81,21 +93,14 @@ def _tiled_attention(queries: Array, positions: Array, cache: Cache, layer: int)
     return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(queries.dtype)
 
 
-def _tile(cache: Cache, layer: int, index: Array) -> KeysValues:
-    """Keys and values `[B, KEY_TILE, Nkv, H]` of the slots of a tile, block included."""
-    B, pages_a_row = cache.table.shape
-    pages_a_tile = KEY_TILE // cache.page_size
+def _tile(paged: Array, block: Array, table: Array, lengths: Array, index: Array) -> Array:
+    """Keys or values `[B, KEY_TILE, Nkv, H]` of the slots of a tile, block included."""
+    B, pages_a_row = table.shape
+    page_size = paged.shape[1]
     # The last tile may reach beyond the table; those slots are masked, whatever is read there.
-    columns = index * pages_a_tile + jnp.arange(pages_a_tile, dtype=jnp.int32)
-    pages = cache.table[:, jnp.minimum(columns, pages_a_row - 1)]
-    width = cache.block[layer].keys.shape[1]
-    offsets = cache.lengths[:, None] + jnp.arange(width, dtype=jnp.int32) - index * KEY_TILE
+    columns = index * (KEY_TILE // page_size) + jnp.arange(KEY_TILE // page_size, dtype=jnp.int32)
+    gathered = paged[table[:, jnp.minimum(columns, pages_a_row - 1)]]
+    offsets = lengths[:, None] + jnp.arange(block.shape[1], dtype=jnp.int32) - index * KEY_TILE
     offsets = jnp.where(offsets < 0, KEY_TILE, offsets)  # out of range: dropped
     rows = jnp.arange(B, dtype=jnp.int32)[:, None]
-
-    def compose(paged: Array, block: Array) -> Array:
-        gathered = paged[pages].reshape(B, KEY_TILE, *paged.shape[2:])
-        return gathered.at[rows, offsets].set(block, mode="drop")
-
-    paged, block = cache.pages[layer], cache.block[layer]
-    return KeysValues(compose(paged.keys, block.keys), compose(paged.values, block.values))
+    return gathered.reshape(B, KEY_TILE, *paged.shape[2:]).at[rows, offsets].set(block, mode="drop")

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -116,24 +117,27 @@ def commit(cache: Cache, count: Array) -> Cache:
     that all reads come first, and updates the pages in place.
     """
 
-    def write(pages: Array, block: Array) -> Array:
-        page, offset = _targets(cache, count, block.shape[1], pages.shape[0])
-        return pages.at[page, offset].set(block, mode="drop")
-
+    width = cache.block[0].keys.shape[1] if cache.block else 0
+    page, offset = _places(cache, count, width)
     pages = tuple(
-        KeysValues(write(kv.keys, new.keys), write(kv.values, new.values))
+        KeysValues(*(_write(p, b, page, offset) for p, b in zip(kv, new, strict=True)))
         for kv, new in zip(cache.pages, cache.block, strict=True)
     )
     return cache.replace(pages=pages, lengths=cache.lengths + count, block=(), in_flight=0)
 
 
-def _targets(cache: Cache, count: Array, width: int, num_pages: int) -> tuple[Array, Array]:
-    """Page and offset `[B, width]` of the block tokens; page `num_pages` for those not kept."""
+def _places(cache: Cache, count: Array, width: int) -> tuple[Array, Array]:
+    """Page and offset `[B, width]` of the block tokens; for those not kept, a page beyond all."""
     index = jnp.arange(width, dtype=jnp.int32)
     slots = cache.lengths[:, None] + index
     keep = (index < count[:, None]) & (slots >= 0) & (slots < cache.capacity)
     page = jnp.take_along_axis(cache.table, slots // cache.page_size, axis=1, mode="clip")
-    return jnp.where(keep, page, num_pages), slots % cache.page_size
+    return jnp.where(keep, page, jnp.iinfo(jnp.int32).max), slots % cache.page_size
+
+
+@jax.jit  # traced once, not once a layer
+def _write(pages: Array, block: Array, page: Array, offset: Array) -> Array:
+    return pages.at[page, offset].set(block, mode="drop")
 
 
 def _update(block: Array, new: Array, start: tuple[Any, ...]) -> Array:

@@ -104,7 +104,7 @@ class LLM:
         *,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt (a text or token ids); one `SamplingParams` for all, or one each."""
+        """Completes each prompt (a text or token ids); one `SamplingParams`, or one each."""
         requests = self._requests(_as_list(prompts), sampling_params)
         outputs: list[RequestOutput] = []
         largest = self._batch_sizes[-1]

@@ -98,38 +98,43 @@ def decoder_layer(
     params: LayerParams, config: ModelConfig, hidden: Array, cache: Cache, index: int
 ) -> tuple[Array, Cache]:
     """Pre-norm attention and gated MLP, each added to the residual stream `[B, T, D]`."""
-    eps = config.rms_norm_eps
-    normed = rms_norm(hidden, params.input_norm, eps)
-    attended, cache = self_attention(params, config, normed, cache, index)
-    hidden = hidden + attended
-    with jax.named_scope("mlp"):
-        normed = rms_norm(hidden, params.post_norm, eps)
-        gate = _linear(normed, params.gate, params.gate_bias)
-        up = _linear(normed, params.up, params.up_bias)
-        down = _linear(_gated(gate, up), params.down, params.down_bias)
-    return hidden + down, cache
+    positions = cache.positions(hidden.shape[1])
+    queries, keys, values = _heads(params, config, hidden, positions)
+    attended, cache = attend(cache, index, queries, keys, values)
+    return _rest_of_layer(params, config, hidden, attended), cache
 
 
-def _gated(gate: Array, up: Array) -> Array:
-    """`silu(gate) * up`, computed in float32 (also twice as fast on a CPU as in bfloat16)."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype)
-
-
-def self_attention(
-    params: LayerParams, config: ModelConfig, normed: Array, cache: Cache, index: int
-) -> tuple[Array, Cache]:
-    """Rotary grouped-query attention of `[B, T, D]` over the row and the block in flight."""
-    positions = cache.positions(normed.shape[1])
+@functools.partial(jax.jit, static_argnums=1)  # traced once, not once a layer
+def _heads(
+    params: LayerParams, config: ModelConfig, hidden: Array, positions: Array
+) -> tuple[Array, Array, Array]:
+    """Rotated queries `[B, T, N, H]` and keys, and values `[B, T, Nkv, H]`, of a layer's input."""
+    normed = rms_norm(hidden, params.input_norm, config.rms_norm_eps)
     queries = _linear(normed, params.q, params.q_bias)
     keys = _linear(normed, params.k, params.k_bias)
     values = _linear(normed, params.v, params.v_bias)
     if params.q_norm is not None and params.k_norm is not None:
         queries = rms_norm(queries, params.q_norm, config.rms_norm_eps)
         keys = rms_norm(keys, params.k_norm, config.rms_norm_eps)
-    queries = apply_rope(queries, positions, config)
-    keys = apply_rope(keys, positions, config)
-    attended, cache = attend(cache, index, queries, keys, values)
-    return _linear(attended, params.o, params.o_bias, inputs=2), cache
+    return apply_rope(queries, positions, config), apply_rope(keys, positions, config), values
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rest_of_layer(
+    params: LayerParams, config: ModelConfig, hidden: Array, attended: Array
+) -> Array:
+    """The layer's output `[B, T, D]` from its input and the attended values `[B, T, N, H]`."""
+    hidden = hidden + _linear(attended, params.o, params.o_bias, inputs=2)
+    with jax.named_scope("mlp"):
+        normed = rms_norm(hidden, params.post_norm, config.rms_norm_eps)
+        gate = _linear(normed, params.gate, params.gate_bias)
+        up = _linear(normed, params.up, params.up_bias)
+        return hidden + _linear(_gated(gate, up), params.down, params.down_bias)
+
+
+def _gated(gate: Array, up: Array) -> Array:
+    """`silu(gate) * up`, computed in float32 (also twice as fast on a CPU as in bfloat16)."""
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -106,7 +106,6 @@ class BatchRunner:
             report("compiling", 1, 1)
         return self.programs[key]
 
-
     def _compile(self, state: DecodeState) -> Any:
         """Says that a state comes out sharded as it went in, so that bursts can follow bursts."""
         program = jax.jit(

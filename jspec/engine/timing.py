@@ -35,7 +35,7 @@ class RoundTimes(NamedTuple):
 def measure_round(
     config: DecodeConfig, params: Any, dtype: Any, context_length: int, *, repeats: int
 ) -> RoundTimes:
-    """Times the three parts in turn, `repeats` times each, greedy, after `context_length` tokens."""
+    """Times the parts in turn, `repeats` times each, greedy, after `context_length` tokens."""
     capacity = max(512, 1 << (context_length + config.widths[-1]).bit_length())
     context = Context(
         tokens=jnp.zeros((1, capacity), jnp.int32),
