@@ -42,8 +42,7 @@ class KeysValues(NamedTuple):
     values: Array
 
 
-@flax.struct.dataclass
-class Cache:
+class Cache(flax.struct.PyTreeNode):
     """Keys and values of B rows in L layers."""
 
     pages: tuple[KeysValues, ...]

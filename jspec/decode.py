@@ -66,8 +66,7 @@ class DecodeConfig:
             raise ValueError(f"{self.widths=}: the last must be at least K + 1 = {needed}")
 
 
-@flax.struct.dataclass
-class Counters:
+class Counters(flax.struct.PyTreeNode):
     """What the rows have cost so far; see `metrics.Metrics`."""
 
     rounds: Array  # [B] int32
@@ -75,8 +74,7 @@ class Counters:
     accepted: Array  # [B, K] int32
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """Everything that a round reads and changes, for B rows with room for S tokens each."""
 
     tokens: Array
@@ -127,8 +125,7 @@ def init_state(
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def generate(
+def run_rounds(
     config: DecodeConfig, params: Any, state: DecodeState, max_rounds: Array
 ) -> DecodeState:
     """Reads what of the prompts is unread, then runs rounds until all rows have finished.
@@ -147,6 +144,10 @@ def generate(
         return done + 1, step(config, params, state)
 
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+
+generate = jax.jit(run_rounds, static_argnums=0, donate_argnums=2)
+"""`run_rounds`, compiled once a shape."""
 
 
 def _prefill(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:

@@ -128,13 +128,9 @@ def from_nnx(module: Any) -> tuple[Model, Any]:
     def forward(params: Any, tokens: Any, cache: Any) -> Output:
         return Output(*nnx.merge(graph, params)(tokens, cache))
 
-    return Model(
-        forward=forward,
-        vocab_size=module.vocab_size,
-        max_position_embeddings=module.max_position_embeddings,
-        cache_spec=CacheSpec(module.num_layers, module.num_kv_heads, module.head_dim),
-        eos_token_ids=tuple(getattr(module, "eos_token_ids", ())),
-    ), params
+    vocab_size, positions, *spec = (getattr(module, name) for name in needed)
+    eos = tuple(getattr(module, "eos_token_ids", ()))
+    return Model(forward, vocab_size, positions, CacheSpec(*spec), eos), params
 
 
 class _WholeText:

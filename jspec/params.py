@@ -18,8 +18,7 @@ from jax import Array
 from jspec.config import ModelConfig
 
 
-@flax.struct.dataclass
-class LayerParams:
+class LayerParams(flax.struct.PyTreeNode):
     """One decoder layer. Optional leaves are None where the config leaves them out."""
 
     input_norm: Array  # [D]
@@ -42,8 +41,7 @@ class LayerParams:
     k_norm: Array | None = None  # [H]
 
 
-@flax.struct.dataclass
-class Params:
+class Params(flax.struct.PyTreeNode):
     """A whole model. `layers` is a tuple, so that a range of layers is a slice (DESIGN)."""
 
     embed: Array  # [V, D]

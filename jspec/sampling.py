@@ -26,8 +26,7 @@ class Purpose(enum.IntEnum):
     """The coin that decides whether the proposal stands."""
 
 
-@flax.struct.dataclass
-class Sampling:
+class Sampling(flax.struct.PyTreeNode):
     """Settings of B rows; rows may differ in all of them."""
 
     temperature: Array

@@ -17,9 +17,7 @@ def random_tokens(seed, batch, count, heads):
 def filled(keys, values, committed, *, capacity, dtype=jnp.float32, shuffle=True):
     """A cache that holds the first `committed[b]` of `[B, S, Nkv, H]` keys in shuffled pages."""
     batch = keys.shape[0]
-    cache = cache_lib.init_cache(
-        CacheSpec(1, NKV, H), batch, capacity, page_size=16, dtype=dtype
-    )
+    cache = cache_lib.init_cache(CacheSpec(1, NKV, H), batch, capacity, page_size=16, dtype=dtype)
     if shuffle:
         order = np.random.default_rng(0).permutation(cache.table.size)
         cache = cache.replace(table=jnp.asarray(order.reshape(cache.table.shape), jnp.int32))

@@ -10,9 +10,7 @@ SPEC = CacheSpec(num_layers=1, num_kv_heads=1, head_dim=1)
 def make(lengths, *, table=((2, 0), (3, 1)), fill=-1.0):
     """Two rows, pages of two slots; every slot holds `fill`, so that a write is visible."""
     cache = cache_lib.init_cache(SPEC, 2, 4, page_size=2, dtype=jnp.float32)
-    pages = tuple(
-        KeysValues(*(jnp.full_like(x, fill) for x in pair)) for pair in cache.pages
-    )
+    pages = tuple(KeysValues(*(jnp.full_like(x, fill) for x in pair)) for pair in cache.pages)
     return cache.replace(
         pages=pages,
         table=jnp.array(table, jnp.int32),
@@ -27,7 +25,8 @@ def in_flight(cache, tokens):
 
 
 def test_commit_copies_the_accepted_tokens_and_nothing_else():
-    cache = cache_lib.commit(in_flight(make([1, 0]), [[10, 11, 12], [20, 21, 22]]), jnp.array([2, 1]))
+    before = in_flight(make([1, 0]), [[10, 11, 12], [20, 21, 22]])
+    cache = cache_lib.commit(before, jnp.array([2, 1]))
     # row 0: slots 1, 2 = page 2 offset 1, page 0 offset 0; row 1: slot 0 = page 3 offset 0
     assert cache.pages[0].keys[..., 0, 0].tolist() == [[11, -1], [-1, -1], [-1, 10], [20, -1]]
     assert cache.pages[0].values[..., 0, 0].tolist() == [[-11, -1], [-1, -1], [-1, -10], [-20, -1]]

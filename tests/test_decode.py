@@ -131,7 +131,8 @@ def counted(*, stop_ids=(), max_tokens=20, table=COUNTING, K=4, finish=True):
 @pytest.mark.parametrize("stop", range(1, 10))
 def test_a_stop_token_ends_the_row_at_every_offset_of_a_run(stop):
     state = counted(stop_ids=[stop])
-    expected = [list(range(0, stop + 1)), [2, *((i % 10) for i in range(3, 3 + (stop - 3) % 10 + 1))]]
+    second = [2, *(i % 10 for i in range(3, 3 + (stop - 3) % 10 + 1))]
+    expected = [list(range(stop + 1)), second]
     assert rows_of(state) == expected
     assert state.finish.tolist() == [Finish.STOP] * 2
 

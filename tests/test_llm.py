@@ -99,9 +99,7 @@ def test_stop_tokens_end_a_request_and_stay_in_its_ids(engine):
 
 def test_eos_ends_a_request_unless_ignored():
     counting = jnp.where(jnp.arange(6) == (jnp.arange(6)[:, None] + 1) % 6, 9.0, 0.0)
-    model = jspec.Model(
-        markov(6).forward, 6, 64, jspec.CacheSpec(0, 1, 2), eos_token_ids=(4,)
-    )
+    model = jspec.Model(markov(6).forward, 6, 64, jspec.CacheSpec(0, 1, 2), eos_token_ids=(4,))
     engine = jspec.LLM(model, params=counting, dtype="float32", drafter="none")
     (out,) = engine.generate([0], SamplingParams(temperature=0.0, max_tokens=8))
     assert (out.token_ids, out.finish_reason, out.text) == ([1, 2, 3, 4], "stop", "")

@@ -94,7 +94,8 @@ def test_ranges_of_layers_add_up_to_the_whole():
     cache = cache_lib.init_cache(TARGET.cache_spec, 1, 16, page_size=16, dtype=jnp.float32)
     cache = cache_lib.open_block(cache, 3)
     whole = TARGET.forward(params, tokens, cache)
-    taps, half, cache = forward_layers(params, CONFIG, embed(params, tokens), cache, layers=range(1))
+    start = embed(params, tokens)
+    taps, half, cache = forward_layers(params, CONFIG, start, cache, layers=range(1))
     rest, _, cache = forward_layers(params, CONFIG, half, cache, layers=range(1, 2))
     assert len(whole.hidden) == CONFIG.num_hidden_layers + 1
     for got, tap in zip((*taps, *rest), whole.hidden[:-1], strict=True):

@@ -40,9 +40,7 @@ def test_filters_equal_a_sorting_reference(logits, temperature, top_k, top_p, mi
     logits = np.array(logits) / 8
     rows = sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     got = probs_from_logits(jnp.asarray(logits, jnp.float32)[None, None], rows)[0, 0]
-    np.testing.assert_allclose(
-        got, reference(logits, temperature, top_k, top_p, min_p), atol=1e-5
-    )
+    np.testing.assert_allclose(got, reference(logits, temperature, top_k, top_p, min_p), atol=1e-5)
 
 
 def test_rows_keep_their_own_settings():
@@ -107,6 +105,7 @@ def test_draws_follow_their_law(purpose):
 
 
 def test_uniform_draws_are_uniform():
-    got = uniform_draw(jnp.arange(20_000, dtype=jnp.uint32), jnp.full((20_000, 1), 9), Purpose.ACCEPT)
+    seeds = jnp.arange(20_000, dtype=jnp.uint32)
+    got = uniform_draw(seeds, jnp.full((20_000, 1), 9), Purpose.ACCEPT)
     counts = np.histogram(np.asarray(got), bins=10, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 33.7  # 9 degrees of freedom, once in 10,000

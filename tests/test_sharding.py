@@ -63,8 +63,6 @@ def test_axes_go_where_the_rules_say():
 
 def test_weights_are_split_and_not_copied():
     mesh = mesh_of((1, 4))
-    params = jax.device_put(
-        llama_params(0), tree_shardings(mesh, param_specs(CONFIG), is_spec)
-    )
+    params = jax.device_put(llama_params(0), tree_shardings(mesh, param_specs(CONFIG), is_spec))
     assert params.layers[0].q.addressable_shards[0].data.shape == (1, 8, 32)
     assert params.layers[0].down.addressable_shards[0].data.shape == (32, 12)

@@ -25,8 +25,7 @@ class Draft(NamedTuple):
     """`[B]` int32 in 0..K."""
 
 
-@flax.struct.dataclass
-class Context:
+class Context(flax.struct.PyTreeNode):
     """What a drafter may look at."""
 
     tokens: Array

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jspec.decode import DecodeConfig, DecodeState, Finish, generate, init_state, state_specs
+from jspec.decode import DecodeConfig, DecodeState, Finish, init_state, run_rounds, state_specs
 from jspec.engine.requests import SamplingParams
 from jspec.errors import JspecError
 from jspec.metrics import Metrics
@@ -109,7 +109,7 @@ class BatchRunner:
     def _compile(self, state: DecodeState) -> Any:
         """Says that a state comes out sharded as it went in, so that bursts can follow bursts."""
         program = jax.jit(
-            generate.__wrapped__,
+            run_rounds,
             static_argnums=0,
             donate_argnums=2,
             out_shardings=jax.tree.map(lambda x: x.sharding, state),
