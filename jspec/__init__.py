@@ -7,14 +7,35 @@ Shape letters, the same in docstrings, annotations and einsum strings:
     N query heads              Nkv key/value heads (K in einsum strings of attention)
 """
 
-from jspec.attention import attend
-from jspec.cache import CacheSpec
-from jspec.engine.requests import RequestOutput, SamplingParams, StreamChunk
-from jspec.errors import JspecError
-from jspec.llm import LLM, enable_compilation_cache
-from jspec.loading import from_nnx
-from jspec.metrics import Metrics
-from jspec.model import Model, Output
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jspec.attention import attend
+    from jspec.cache import CacheSpec
+    from jspec.engine.requests import RequestOutput, SamplingParams, StreamChunk
+    from jspec.errors import JspecError
+    from jspec.llm import LLM, enable_compilation_cache
+    from jspec.loading import from_nnx
+    from jspec.metrics import Metrics
+    from jspec.model import Model, Output
+
+# Where each public name lives. They are imported when first used, so that the command line can
+# answer `--help` without jax, and can set up the environment before jax starts.
+_HOMES = {
+    "LLM": "jspec.llm",
+    "CacheSpec": "jspec.cache",
+    "JspecError": "jspec.errors",
+    "Metrics": "jspec.metrics",
+    "Model": "jspec.model",
+    "Output": "jspec.model",
+    "RequestOutput": "jspec.engine.requests",
+    "SamplingParams": "jspec.engine.requests",
+    "StreamChunk": "jspec.engine.requests",
+    "attend": "jspec.attention",
+    "enable_compilation_cache": "jspec.llm",
+    "from_nnx": "jspec.loading",
+}
 
 __all__ = [
     "LLM",
@@ -30,3 +51,13 @@ __all__ = [
     "enable_compilation_cache",
     "from_nnx",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
