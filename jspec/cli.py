@@ -134,6 +134,7 @@ def generate(
             num_speculative_tokens=num_speculative_tokens,
             dtype=dtype.value,
             progress=steps.update,
+            report=steps.say,
         )
         steps.update("starting", 1, 1)
         out, output = terminal.TextOut(), None
