@@ -61,13 +61,12 @@ def load(
     in all). JspecError for what the user can put right.
     """
     target = as_dtype(dtype)
-    report = report or _silent
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    located = sources.locate(model, cache, report)
+    located = sources.locate(model, cache, report or _silent)
     if located.kind == "jspec":
         folder = located.path
     else:
-        folder = _converted(located, target, cache, progress, report)
+        folder = _converted(located, target, cache, progress)
     config = read_config(folder)
     tokenizer = Tokenizer.load(folder)
     params = _restored(folder, config, target, mesh, progress or _no_progress)
@@ -105,9 +104,7 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("jspec"))
 
 
-def _converted(
-    located: Located, target: np.dtype, cache: Path, progress: Progress | None, report: Report
-) -> Path:
+def _converted(located: Located, target: np.dtype, cache: Path, progress: Progress | None) -> Path:
     """The folder in the cache that holds `located` exactly as `target` needs it.
 
     A copy in the file's own dtypes serves every target, so it is made whenever it is not larger

@@ -285,7 +285,8 @@ def _measure(
     with contextlib.ExitStack() as stack:
         if settings.peer is not None:
             peer = stack.enter_context(contextlib.closing(Peer(settings.peer)))
-            systems[PEER] = peer.system(token_ids, settings.max_tokens)
+            stop_ids = engines[PLAIN].model.eos_token_ids
+            systems[PEER] = peer.system(token_ids, settings.max_tokens, stop_ids)
         warm = one_per_capacity([len(token_ids[p]) + settings.max_tokens for p in prompts])
         _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
         _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
@@ -348,12 +349,18 @@ def _interleave(
         progress(label, index + 1, total)
 
 
+def _cut(token_ids: tuple[int, ...], stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """`token_ids` up to and with the first of `stop_ids`."""
+    ends = (i + 1 for i, token in enumerate(token_ids) if token in stop_ids)
+    return token_ids[: next(ends, len(token_ids))]
+
+
 class Peer:
     """Another engine in a process of its own, spoken to in JSON lines.
 
     It prints `{"ready": true}` once, then answers `{"token_ids": [...], "max_new_tokens": n}` with
     `{"token_ids": [...], "prefill_seconds": s, "decode_seconds": s}`, where decoding leaves out
-    the first token.
+    the first token, or with `{"error": "..."}`.
     """
 
     def __init__(self, command: str) -> None:
@@ -379,12 +386,21 @@ class Peer:
             self.close()
             raise
 
-    def system(self, token_ids: Mapping[Prompt, list[int]], max_tokens: int) -> System:
-        """The peer as a system; `token_ids` are those our own engine sees."""
+    def system(
+        self,
+        token_ids: Mapping[Prompt, list[int]],
+        max_tokens: int,
+        stop_ids: Sequence[int] = (),
+    ) -> System:
+        """The peer as a system; `token_ids` are those our own engine sees.
+
+        A peer may go on past one of `stop_ids`: its text ends there, its speed counts all.
+        """
 
         def generate(prompt: Prompt) -> Generation:
             request = {"token_ids": token_ids[prompt], "max_new_tokens": max_tokens}
-            return self._generation(self._ask(request), len(token_ids[prompt]))
+            made = self._generation(self._ask(request), len(token_ids[prompt]))
+            return dataclasses.replace(made, token_ids=_cut(made.token_ids, stop_ids))
 
         return generate
 
@@ -424,6 +440,8 @@ class Peer:
             answer = None
         if not isinstance(answer, dict):
             raise JspecError(f"peer: not a JSON object: {line.strip()[:60]!r}")
+        if "error" in answer:
+            raise JspecError(f"peer: {answer['error']}")
         return answer
 
     def close(self) -> None:

@@ -139,7 +139,8 @@ def engine(monkeypatch):
 
     class LLM:
         def __init__(self, model, *, drafter, **options):
-            self.model, self.params, self.tokenizer = model, ("weights", ()), None
+            self.model = types.SimpleNamespace(eos_token_ids=(6,))
+            self.params, self.tokenizer = ("weights", ()), None
             self.drafter = drafter
 
         def chat_prompt(self, messages):
@@ -199,7 +200,10 @@ for line in sys.stdin:
     request = json.loads(line)
     if request["token_ids"] == [13]:
         sys.exit("out of luck")
-    ids = [5, 6][:request["max_new_tokens"]]
+    if request["token_ids"] == [14]:
+        print(json.dumps({"error": "too long"}), flush=True)
+        continue
+    ids = [5, 6, 0][:request["max_new_tokens"]]
     print(json.dumps({"token_ids": ids, "prefill_seconds": 1, "decode_seconds": 4}), flush=True)
 """
 
@@ -212,9 +216,10 @@ def test_plain_decoding_is_compared_with_the_peer(engine):
     settings = benchmark.Settings("p.jsonl", "m", max_tokens=3, peer=peer_command(PEER_SOURCE))
     report = benchmark.run(settings, numbered(1))
     (_, overall) = report.comparisons[PEER]
-    # The peer's first token is not decoding: 1 token in 4 s, ours 2 in 1 s.
-    assert (overall.tokens_per_second, overall.baseline_tokens_per_second) == (2.0, 0.25)
-    assert (overall.speedup, overall.num_same_text) == (8.0, 1)
+    # The peer's first token is not decoding: 2 tokens in 4 s, ours 2 in 1 s. It goes on past the
+    # end token 6, where ours stops: the texts are the same.
+    assert (overall.tokens_per_second, overall.baseline_tokens_per_second) == (2.0, 0.5)
+    assert (overall.speedup, overall.num_same_text) == (4.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +240,13 @@ def test_a_peer_that_ends_says_why():
     system = peer.system({A: [13]}, 3)
     with pytest.raises(JspecError, match="status 1: out of luck"):
         system(A)
+    peer.close()
+
+
+def test_a_peer_that_declines_is_quoted():
+    peer = benchmark.Peer(peer_command(PEER_SOURCE))
+    with pytest.raises(JspecError, match="peer: too long"):
+        peer.system({A: [14]}, 3)(A)
     peer.close()
 
 

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoint_files import hf_config, write_hf
+from safetensors.numpy import load_file, save_file
 
 from checkpoints.hf_config import model_config
 from checkpoints.hf_folder import open_hf_folder
@@ -222,23 +224,31 @@ def rewrite_header(file: Path, edit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    "edit",
     [
-        (lambda h: h[:-20], "truncated or damaged"),
-        (lambda h: "[]", "truncated or damaged"),
-        (lambda h: h.replace("F32", "I64", 1), "has dtype I64"),
-        (lambda h: h.replace("F32", "BF16", 1), "does not fit its shape"),
-        (lambda h: h.replace('"shape":', '"form":', 1), "is malformed"),
-        (lambda h: h.replace("[24]", "[-24]", 1), "is malformed"),
-        (lambda h: h.replace("model.norm", "lm_head"), "'lm_head.weight' is there twice"),
+        lambda h: h[:-20],
+        lambda h: "[]",
+        lambda h: h.replace("F32", "I64", 1),
+        lambda h: h.replace("F32", "BF16", 1),
+        lambda h: h.replace('"shape":', '"form":', 1),
+        lambda h: h.replace("[24]", "[-24]", 1),
+        lambda h: h.replace("model.norm", "lm_head"),
     ],
 )
-def test_damaged_header(tmp_path: Path, edit, message: str) -> None:
+def test_damaged_header(tmp_path: Path, edit) -> None:
     folder = write_hf(tmp_path / "in")
     rewrite_header(folder / "model.safetensors", edit)
-    with pytest.raises(JspecError, match=message) as caught:
+    with pytest.raises(JspecError, match=r"model\.safetensors: truncated or damaged"):
         open_hf_folder(folder)
-    assert str(folder / "model.safetensors") in str(caught.value)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    folder = write_hf(tmp_path / "in")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.norm.weight": np.zeros(24, np.int64)}, file)
+    with pytest.raises(JspecError, match=r"'model\.norm\.weight' has dtype I64; only F32"):
+        open_hf_folder(folder)
 
 
 def test_shards(tmp_path: Path) -> None:

@@ -106,12 +106,10 @@ def test_foreign_folders_are_converted_once(hf_folder: Path, tmp_path: Path) -> 
         )
 
     first = load("float32")
-    assert len(lines) == 1
-    assert "converting tiny once" in lines[0]
     assert labels == {"converting", "loading"}
     labels.clear()
     again = load("float32")
-    assert len(lines) == 1
+    assert lines == []
     assert labels == {"loading"}
     assert first.path == again.path
     # The copy in the file's own dtype serves the narrower ones as well.
