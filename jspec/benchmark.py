@@ -14,11 +14,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import statistics
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,6 @@ class Row:
     """Tokens of all prompts over the decoding time of all prompts."""
     baseline_tokens_per_second: float
     speedup: float
-    """Ratio of the two above."""
     median_speedup: float
     """Median of the ratios of the single runs."""
     acceptance_rate: float
@@ -166,14 +167,13 @@ def select_prompts(
     for name in categories:
         if name not in present:
             raise JspecError(f"no category {name!r}; there are {', '.join(present)}")
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     chosen = []
     for prompt in prompts:
-        count = taken.get(prompt.category, 0)
-        wanted = not categories or prompt.category in categories
-        if wanted and (limit is None or count < limit):
-            chosen.append(prompt)
-            taken[prompt.category] = count + 1
+        if not categories or prompt.category in categories:
+            taken[prompt.category] += 1
+            if limit is None or taken[prompt.category] <= limit:
+                chosen.append(prompt)
     return chosen
 
 
@@ -246,64 +246,11 @@ def median_context(samples: Sequence[Sample]) -> int:
     return round(statistics.median(m.num_prompt_tokens + m.num_tokens / 2 for m in metrics))
 
 
-def run(
-    settings: Settings, prompts: Sequence[Prompt], *, progress: Progress | None = None
-) -> Report:
-    """Runs every prompt on every system. A stop on the way ends it early, see `stopped_by`."""
-    drafters = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
-    samples: list[Sample] = []
-    judged: dict[str, Efficiency] = {}
-    stopped_by = None
-    try:
-        _measure(settings, prompts, drafters, samples, judged, progress or _silent)
-    except (KeyboardInterrupt, JspecError) as error:
-        if not samples:
-            raise
-        stopped_by = error
-    comparisons = {name: compare(samples, name, PLAIN) for name in drafters or [PLAIN]}
-    if settings.peer is not None:
-        comparisons[PEER] = compare(samples, PLAIN, PEER)
-    return Report(settings, stopped_by, tuple(samples), comparisons, judged)
-
-
-def _silent(label: str, done: int, total: int) -> None:
-    pass
-
-
-def _measure(
-    settings: Settings,
-    prompts: Sequence[Prompt],
-    drafters: Sequence[str],
-    samples: list[Sample],
-    judged: dict[str, Efficiency],
-    progress: Progress,
-) -> None:
-    """Fills `samples` and `judged` as it goes, so that what is done survives an interruption."""
-    engines, params = _load_engines(settings, drafters, progress)
-    token_ids = {prompt: engines[PLAIN].chat_prompt(_messages(prompt)) for prompt in prompts}
-    systems = {name: _system(llm, token_ids, params) for name, llm in engines.items()}
-    with contextlib.ExitStack() as stack:
-        if settings.peer is not None:
-            peer = stack.enter_context(contextlib.closing(Peer(settings.peer)))
-            stop_ids = engines[PLAIN].model.eos_token_ids
-            systems[PEER] = peer.system(token_ids, settings.max_tokens, stop_ids)
-        warm = one_per_capacity([len(token_ids[p]) + settings.max_tokens for p in prompts])
-        _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
-        _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
-    context = median_context(samples)
-    for name in drafters:
-        times = engines[name].measure_round(context, repeats=10)
-        judged[name] = efficiency(compare(samples, name, PLAIN)[-1], times, context)
-
-
-def _load_engines(
-    settings: Settings, drafters: Sequence[str], progress: Progress
-) -> tuple[dict[str, Any], Any]:
-    """Plain decoding and an engine a drafter, of the same weights; greedy sampling for all."""
+def load_engines(settings: Settings, progress: Progress) -> dict[str, Any]:
+    """Drafter -> engine, plain decoding first; all share the weights of the target."""
     progress("starting", 0, 0)
-    from jspec.llm import LLM, SamplingParams, enable_compilation_cache  # late: JAX is slow
+    from jspec.llm import LLM, enable_compilation_cache  # late: JAX is slow
 
-    params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
     enable_compilation_cache()
     options: dict[str, Any] = {
         "num_speculative_tokens": settings.num_speculative_tokens,
@@ -313,13 +260,59 @@ def _load_engines(
     }
     plain = LLM(settings.model, drafter=PLAIN, **options)
     shared = {"model": plain.model, "params": plain.params[0], "tokenizer": plain.tokenizer}
-    engines = {name: LLM(**shared, drafter=name, **options) for name in drafters}
+    names = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
+    engines = {name: LLM(**shared, drafter=name, **options) for name in names}
     progress("starting", 1, 1)
-    return {PLAIN: plain, **engines}, params
+    return {PLAIN: plain, **engines}
 
 
-def _messages(prompt: Prompt) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt.text}]
+def run(
+    settings: Settings, prompts: Sequence[Prompt], engines: Mapping[str, Any], progress: Progress
+) -> Report:
+    """Runs every prompt on every engine. A stop on the way ends it early, see `stopped_by`."""
+    samples: list[Sample] = []
+    judged: dict[str, Efficiency] = {}
+    stopped_by = None
+    try:
+        _measure(settings, prompts, engines, samples, judged, progress)
+    except (KeyboardInterrupt, JspecError) as error:
+        if not samples:
+            raise
+        stopped_by = error
+    drafters = [name for name in engines if name != PLAIN]
+    comparisons = {name: compare(samples, name, PLAIN) for name in drafters or [PLAIN]}
+    if settings.peer is not None:
+        comparisons[PEER] = compare(samples, PLAIN, PEER)
+    return Report(settings, stopped_by, tuple(samples), comparisons, judged)
+
+
+def _measure(
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    engines: Mapping[str, Any],
+    samples: list[Sample],
+    judged: dict[str, Efficiency],
+    progress: Progress,
+) -> None:
+    """Fills `samples` and `judged` as it goes, so that what is done survives an interruption."""
+    from jspec.llm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+    plain = engines[PLAIN]
+    token_ids = {p: plain.chat_prompt([{"role": "user", "content": p.text}]) for p in prompts}
+    systems = {name: _system(llm, token_ids, params) for name, llm in engines.items()}
+    with contextlib.ExitStack() as stack:
+        if settings.peer is not None:
+            peer = stack.enter_context(contextlib.closing(Peer(settings.peer)))
+            systems[PEER] = peer.system(token_ids, settings.max_tokens, plain.model.eos_token_ids)
+        warm = one_per_capacity([len(token_ids[p]) + settings.max_tokens for p in prompts])
+        _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
+        _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
+    context = median_context(samples)
+    for name, engine in engines.items():
+        if name != PLAIN:
+            times = engine.measure_round(context, repeats=10)
+            judged[name] = efficiency(compare(samples, name, PLAIN)[-1], times, context)
 
 
 def _system(llm: Any, token_ids: Mapping[Prompt, list[int]], params: Any) -> System:
@@ -344,8 +337,7 @@ def _interleave(
     for index in range(total):
         prompt = prompts[index // repeats]
         order = list(systems) if index % 2 == 0 else list(systems)[::-1]
-        generations = {name: systems[name](prompt) for name in order}
-        samples.append(Sample(prompt, generations))
+        samples.append(Sample(prompt, {name: systems[name](prompt) for name in order}))
         progress(label, index + 1, total)
 
 
@@ -379,6 +371,9 @@ class Peer:
         except (OSError, ValueError, IndexError) as error:
             self._errors.close()
             raise JspecError(f"peer {command!r} does not start: {error}") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         try:
             if self._receive().get("ready") is not True:
                 raise JspecError("peer: its first line is not {'ready': true}")
@@ -392,7 +387,7 @@ class Peer:
         max_tokens: int,
         stop_ids: Sequence[int] = (),
     ) -> System:
-        """The peer as a system; `token_ids` are those our own engine sees.
+        """The peer as a system, given the token ids that our own engine sees.
 
         A peer may go on past one of `stop_ids`: its text ends there, its speed counts all.
         """
@@ -420,15 +415,13 @@ class Peer:
         return Generation(ids, metrics)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: reading says how
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(request) + "\n")
+            self._stdin.flush()
         return self._receive()
 
     def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._stdout.readline()
         if not line:
             code = self._process.wait()
             self._errors.seek(0)
@@ -446,17 +439,14 @@ class Peer:
 
     def close(self) -> None:
         """Ends the process; a peer that does not leave when its input closes is killed."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+            self._stdin.close()
         try:
-            process.wait(timeout=5)
+            self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._stdout.close()
         self._errors.close()
 
 
@@ -492,9 +482,10 @@ def environment() -> dict[str, Any]:
     import jax
 
     now = datetime.datetime.now(datetime.UTC)
+    installed = importlib.metadata.distributions(name="jspec-decoding")
     return {
         "date": now.isoformat(timespec="seconds"),
-        "jspec": _package_version("jspec-decoding"),
+        "jspec": next((found.version for found in installed), "not installed"),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "devices": [device.device_kind for device in jax.devices()],
@@ -503,15 +494,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _package_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
+    return found[1] if found else platform.machine()

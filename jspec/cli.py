@@ -113,7 +113,7 @@ def generate(
     from jspec import terminal
 
     text = _read_prompt(prompt)
-    with terminal.Steps() as steps:
+    with terminal.Steps() as steps, terminal.sure_interrupt(steps):
         steps.update("starting", 0, 0)
         from jspec.llm import LLM, SamplingParams, enable_compilation_cache
 
@@ -169,7 +169,7 @@ def convert(
     """Convert a checkpoint once, to load faster and onto any mesh."""
     from jspec import terminal
 
-    with terminal.Steps() as steps:
+    with terminal.Steps() as steps, terminal.sure_interrupt(steps):
         steps.update("starting", 0, 0)
         import checkpoints
 
@@ -224,8 +224,9 @@ def bench(
     if json_out is not None:
         _check_writable(json_out)
     with terminal.Steps() as steps:
-        steps.update("starting", 0, 0)
-        report = benchmark.run(settings, questions, progress=steps.update)
+        with terminal.sure_interrupt(steps):
+            engines = benchmark.load_engines(settings, steps.update)
+        report = benchmark.run(settings, questions, engines, steps.update)
     terminal.print_report(report)
     if json_out is not None:
         benchmark.write_json(report, json_out)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -25,6 +28,9 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that SIGPIPE ended."""
+
+_GRACE_SECONDS = 3.0
+"""For cleaning up after Ctrl-C, before the process is ended."""
 
 _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -143,9 +149,9 @@ class Steps:
 
     def close(self) -> None:
         """Takes the bars down and gives the cursor back; text may be written after it."""
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress, self._tasks = None, {}
+        progress, self._progress, self._tasks = self._progress, None, {}
+        if progress is not None:
+            progress.stop()
 
     def say(self, line: str) -> None:
         """Prints a line on stderr, above the bars if there are any."""
@@ -164,6 +170,57 @@ class Steps:
         )
         progress.start()
         return progress
+
+
+@contextlib.contextmanager
+def sure_interrupt(steps: Steps) -> Iterator[None]:
+    """Makes Ctrl-C end the program soon and without a word, whatever libraries make of it.
+
+    An import can swallow a KeyboardInterrupt, a compilation holds it back, and the threads of a
+    reader print traces about it. So a thread hears of the signal as it comes, takes the bars
+    down, closes stderr and ends the process if it has not cleaned up and ended by itself.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # ignored (a background job), or somebody else's
+        return
+    happened, announced = threading.Event(), threading.Lock()
+
+    def announce() -> None:
+        if announced.acquire(blocking=False):
+            steps.close()
+            print(file=sys.stderr, flush=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+    def raise_interrupt(signum: int, frame: FrameType | None) -> None:
+        happened.set()
+        announce()
+        raise KeyboardInterrupt
+
+    def watch(signals: int) -> None:
+        received = os.read(signals, 1)
+        os.close(signals)
+        if received:
+            happened.set()
+            announce()
+            time.sleep(_GRACE_SECONDS)
+            os._exit(EXIT_INTERRUPTED)
+
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    threading.Thread(target=watch, args=(signals,), daemon=True).start()
+    signal.signal(signal.SIGINT, raise_interrupt)
+    previous = signal.set_wakeup_fd(wakeup)
+    try:
+        yield
+    except BaseException:
+        if not happened.is_set():
+            raise
+    finally:
+        signal.set_wakeup_fd(previous)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(wakeup)
+    if happened.is_set():
+        raise KeyboardInterrupt
 
 
 class TextOut:

@@ -175,8 +175,15 @@ def numbered(*numbers: int) -> list[Prompt]:
 SETTINGS = benchmark.Settings(prompts="p.jsonl", model="m", max_tokens=3)
 
 
+def run(settings: benchmark.Settings, prompts: list[Prompt]) -> benchmark.Report:
+    def ignore(label: str, done: int, total: int) -> None:
+        pass
+
+    return benchmark.run(settings, prompts, benchmark.load_engines(settings, ignore), ignore)
+
+
 def test_systems_take_turns_and_the_order_turns_round(engine):
-    report = benchmark.run(SETTINGS, numbered(1, 2))
+    report = run(SETTINGS, numbered(1, 2))
     warm_up, timed = engine[:2], engine[2:]
     assert warm_up == [(PLAIN, 1), ("ngram", 1)]
     assert timed == [(PLAIN, 1), ("ngram", 1), ("ngram", 2), (PLAIN, 2)]
@@ -186,7 +193,7 @@ def test_systems_take_turns_and_the_order_turns_round(engine):
 
 @pytest.mark.parametrize(("number", "kind"), [(99, KeyboardInterrupt), (98, JspecError)])
 def test_a_stop_keeps_the_prompts_that_are_whole(engine, number, kind):
-    report = benchmark.run(SETTINGS, numbered(1, number))
+    report = run(SETTINGS, numbered(1, number))
     assert isinstance(report.stopped_by, kind)
     assert [sample.prompt.question_id for sample in report.samples] == ["1"]
     assert report.efficiency == {}
@@ -214,7 +221,7 @@ def peer_command(source: str) -> str:
 
 def test_plain_decoding_is_compared_with_the_peer(engine):
     settings = benchmark.Settings("p.jsonl", "m", max_tokens=3, peer=peer_command(PEER_SOURCE))
-    report = benchmark.run(settings, numbered(1))
+    report = run(settings, numbered(1))
     (_, overall) = report.comparisons[PEER]
     # The peer's first token is not decoding: 2 tokens in 4 s, ours 2 in 1 s. It goes on past the
     # end token 6, where ours stops: the texts are the same.

@@ -60,10 +60,23 @@ class LLM:
             Path("/no/such/folder/weights").read_bytes()
         if model == "defect":
             raise RuntimeError("a defect of ours")
+        if model in ("deaf", "alarmist"):
+            self._wait(model)
         progress("loading", 1, 2)
         progress("loading", 2, 2)
         self.model, self.params, self.tokenizer = model, ("weights", ()), None
         self.drafter = types.SimpleNamespace(name=drafter)
+
+    def _wait(self, model):
+        """Interrupted while loading, as libraries take it: not at all, or for a bad file."""
+        print("waiting", flush=True)
+        while True:
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt as error:
+                print("a trace", file=sys.stderr)
+                if model == "alarmist":
+                    raise JspecError("damaged checkpoint") from error
 
     def chat_prompt(self, messages):
         return list(range(len(messages[0]["content"])))
@@ -243,6 +256,24 @@ def test_interrupt_ends_without_a_trace():
     assert (code, err) == (130, "\n")
 
 
+@pytest.mark.parametrize("model", ["deaf", "alarmist"])
+@pytest.mark.parametrize("command", [["generate", "hi"], ["bench", "--prompts", "PROMPTS"]])
+def test_interrupt_while_loading_is_sure(prompts, command, model):
+    arguments = [str(prompts) if a == "PROMPTS" else a for a in command]
+    process = spawn(*arguments, "--model", model)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert (code, err) == (130, "\n")
+
+
+def test_interrupt_gives_the_cursor_back():
+    shown = on_terminal("generate", "hi", "--model", "deaf", interrupt_at=b"waiting", code=130)
+    assert shown.count("\x1b[?25l") == 1
+    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K\r\n")
+
+
 def test_closed_pipe_is_quiet():
     process = spawn("generate", "hello", "--model", "endless")
     assert process.stdout is not None
@@ -262,7 +293,7 @@ def test_text_that_the_encoding_lacks():
     assert (code, out) == (0, "chat: caf? end\n")
 
 
-def on_terminal(*args: str) -> str:
+def on_terminal(*args: str, interrupt_at: bytes | None = None, code: int = 0) -> str:
     """Everything the command writes to a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": ""}
@@ -276,8 +307,11 @@ def on_terminal(*args: str) -> str:
         except OSError:  # what a terminal says when its last user has gone
             break
         text += piece
+        if interrupt_at is not None and interrupt_at in text:
+            process.send_signal(signal.SIGINT)
+            interrupt_at = None
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60) == code
     return text.decode()
 
 

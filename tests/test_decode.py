@@ -27,7 +27,7 @@ PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(2, 45))]
 MAX_TOKENS = [50, 40, 61]
 DRAFTERS = {
     "none": lambda p: (NoDrafter(), ()),
-    "ngram": lambda p: (NgramDrafter(6, min_match=1), ()),
+    "ngram": lambda p: (NgramDrafter(6), ()),
     "draft model": lambda p: (DraftModel(TARGET, V, 6), p),
 }
 
@@ -95,7 +95,7 @@ def test_drafts_of_another_model_are_partly_rejected():
 
 
 def test_bursts_give_what_one_program_gives():
-    config = DecodeConfig(TARGET, NgramDrafter(6, min_match=1), (8,), prefill_chunk=16)
+    config = DecodeConfig(TARGET, NgramDrafter(6), (8,), prefill_chunk=16)
     params = (llama_params(0), ())
     state = start(config, PROMPTS, max_tokens=MAX_TOKENS)
     for rounds in (0, 1, 2, 5, 1000):

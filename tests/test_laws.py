@@ -42,7 +42,7 @@ DRAFTERS = {
     "worst token first": (TableDrafter(3, deterministic=True), -TARGET),
     "partly outside": (TableDrafter(3), OUTSIDE),
     "opposite": (TableDrafter(3), -TARGET),
-    "ngram": (NgramDrafter(3, min_match=1), ()),
+    "ngram": (NgramDrafter(3), ()),
     "draft model": (DraftModel(markov(V), V, 3), NEAR),
 }
 

@@ -31,7 +31,7 @@ def llm(**kwargs):
     settings = {
         "params": llama_params(0),
         "dtype": "float32",
-        "drafter": NgramDrafter(4, min_match=1),
+        "drafter": NgramDrafter(4),
         "tokenizer": LetterTokenizer(),
     }
     return jspec.LLM(TARGET, **(settings | kwargs))
@@ -167,7 +167,7 @@ def test_an_nnx_module_is_a_model():
     greedy = SamplingParams(temperature=0.0, max_tokens=10)
     text = [
         jspec.LLM(module, dtype="float32", drafter=d, block_widths=(4,)).generate([3, 4, 5], greedy)
-        for d in ("none", NgramDrafter(3, min_match=1))
+        for d in ("none", NgramDrafter(3))
     ]
     assert text[0][0].token_ids == text[1][0].token_ids
     model, params = jspec.from_nnx(module)

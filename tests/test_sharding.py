@@ -15,7 +15,7 @@ from jspec.sharding import named_sharding, tree_shardings
 
 DRAFTERS = {
     "none": (NoDrafter(), ()),
-    "ngram": (NgramDrafter(6, min_match=1), ()),
+    "ngram": (NgramDrafter(6), ()),
     "draft model": (DraftModel(TARGET, CONFIG.vocab_size, 6), llama_params(1)),
 }
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(2, 40)), [11, 12]]

@@ -2,7 +2,8 @@
 
 The whole search is a few vector comparisons over the token buffer, on the device, for all rows.
 
-    tokens  a b c d a b, min_match 1, K 4: the suffix "a b" occurred before, followed by "c d a b"
+    tokens  a b c d a b, K 4: the suffix "a b" (a match of 2) occurred before, followed by c d a b;
+            three of these are drafted, since a longer match earns a longer draft
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ class NgramDrafter:
     """Proposes the continuation of the longest earlier match of the suffix, the latest if tied."""
 
     num_speculative_tokens: int = 6
-    min_match: int = 2
+    min_match: int = 1
     """Shortest suffix, in tokens, worth following."""
+    growth: int = 2
+    """A match of m tokens drafts at most `1 + growth * (m - 1)`. A match of one token is right
+    half of the time, and its one draft is free where a block of one is padded to two; a match of
+    eight is followed for three tokens and more (Spec-Bench, SmolLM2)."""
     max_match: int = 8
     """Longest suffix compared; longer ones count as this long."""
     window: int | None = None
@@ -33,6 +38,8 @@ class NgramDrafter:
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
             raise ValueError(f"need 1 <= {self.min_match=} <= {self.max_match=}")
+        if self.growth < 0:
+            raise ValueError(f"{self.growth=} must not be negative")
 
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[()]:
         return ()
@@ -49,17 +56,15 @@ class NgramDrafter:
 
     def _propose_row(self, tokens: Array, length: Array) -> Draft:
         """`tokens` `[S]`, `length` scalar."""
+        K = self.num_speculative_tokens
         match = self.match_lengths(tokens, length)
         latest_longest = match * tokens.shape[0] + jnp.arange(tokens.shape[0])
         end = jnp.argmax(latest_longest)
-        found = match[end] >= self.min_match
         # Beyond the last token the match goes on into its own continuation, period by period.
         period = jnp.maximum(length - 1 - end, 1)
-        steps = jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)
-        draft = tokens[end + 1 + steps % period]
-        return Draft(
-            draft, None, jnp.where(found, self.num_speculative_tokens, 0).astype(jnp.int32)
-        )
+        draft = tokens[end + 1 + jnp.arange(K, dtype=jnp.int32) % period]
+        worth = jnp.minimum(1 + self.growth * (match[end] - 1), K)
+        return Draft(draft, None, jnp.where(match[end] >= self.min_match, worth, 0))
 
     def match_lengths(self, tokens: Array, length: Array) -> Array:
         """`[S]`: how many tokens up to each one equal the row's last tokens, 0..max_match."""

@@ -8,16 +8,16 @@ from jspec.drafters.ngram import NgramDrafter
 
 
 def propose(rows, **settings):
-    """Draft tokens (None where nothing was drafted) of each row of committed tokens."""
+    """Draft tokens of each row of committed tokens; by default a match earns a whole draft."""
     tokens = np.full((len(rows), 16), 1, np.int32)  # what lies beyond a row must not be read
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     lengths = jnp.array([len(row) for row in rows])
     context = Context(jnp.asarray(tokens), lengths, sampling(len(rows)))
-    draft, _ = NgramDrafter(**settings).propose((), (), context)
+    draft, _ = NgramDrafter(**({"growth": 9, "min_match": 2} | settings)).propose((), (), context)
     assert draft.probs is None
     drafted = zip(draft.tokens.tolist(), draft.num_drafted.tolist(), strict=True)
-    return [t if n else None for t, n in drafted]
+    return [t[:n] for t, n in drafted]
 
 
 def test_proposes_what_followed_the_suffix():
@@ -35,11 +35,18 @@ def test_a_match_near_the_end_goes_on_into_itself():
     assert propose([[3, 3, 3]], num_speculative_tokens=3) == [[3, 3, 3]]
 
 
+def test_a_longer_match_earns_a_longer_draft():
+    rows = [[5, 6, 7, 8, 9, 5], [5, 6, 7, 8, 9, 5, 6], [4, 5, 6, 7, 8, 9, 0, 4, 5, 6]]
+    grown = propose(rows, num_speculative_tokens=4, growth=2, min_match=1)
+    assert grown == [[6], [7, 8, 9], [7, 8, 9, 0]]
+    assert propose(rows, num_speculative_tokens=4, growth=0, min_match=1) == [[6], [7], [7]]
+
+
 def test_too_short_a_match_drafts_nothing():
     rows = [[5, 6, 7, 5], [6, 5, 7, 6, 5], [1]]
-    assert propose(rows, num_speculative_tokens=1) == [None, [7], None]
-    assert propose(rows, num_speculative_tokens=1, min_match=1) == [[6], [7], None]
-    assert propose(rows, num_speculative_tokens=1, min_match=3) == [None, None, None]
+    assert propose(rows, num_speculative_tokens=1) == [[], [7], []]
+    assert propose(rows, num_speculative_tokens=1, min_match=1) == [[6], [7], []]
+    assert propose(rows, num_speculative_tokens=1, min_match=3) == [[], [], []]
 
 
 def test_matches_longer_than_max_match_count_alike():
@@ -51,9 +58,11 @@ def test_matches_longer_than_max_match_count_alike():
 def test_the_window_bounds_the_search():
     row = [5, 6, 7, 8, 9, 1, 5, 6]
     assert propose([row], num_speculative_tokens=1, window=7) == [[7]]
-    assert propose([row], num_speculative_tokens=1, window=6) == [None]
+    assert propose([row], num_speculative_tokens=1, window=6) == [[]]
 
 
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="min_match"):
         NgramDrafter(min_match=3, max_match=2)
+    with pytest.raises(ValueError, match="growth"):
+        NgramDrafter(growth=-1)
