@@ -92,6 +92,8 @@ def read_params(folder: Path, specs: Params, dtype: np.dtype, mesh: Mesh | None)
             return checkpointer.restore(folder.resolve(), args=restore)
     except Exception as error:  # Orbax raises plain Exception around what TensorStore raises
         cause = _root_cause(error)
+        if not isinstance(cause, Exception):  # Ctrl-C, wrapped on its way out
+            raise cause from None
         if isinstance(cause, (RuntimeError, MemoryError)):  # no memory on a device, and the like
             raise
         raise _damaged(folder, _first_line(cause)) from error

@@ -15,11 +15,7 @@ import json
 import os
 import platform
 import re
-import shlex
-import signal
 import statistics
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +23,7 @@ from typing import Any
 
 from jspec.errors import JspecError
 from jspec.metrics import Metrics
+from jspec.peer import Peer
 
 PLAIN = "none"
 """The drafter that drafts nothing: plain decoding, the baseline of every comparison."""
@@ -107,9 +104,12 @@ class Efficiency:
     context_length: int
     plain_seconds: float
     verify_seconds: float
+    """A target pass over K + 1 tokens."""
+    wide_share: float
+    """Share of the rounds that needed one; the others ran as narrow as a plain round."""
     draft_seconds: float
     possible_speedup: float
-    """Mean acceptance length x plain round / (verification + drafting)."""
+    """Mean acceptance length x plain round / (mean verification + drafting)."""
     efficiency: float
     """Measured speed-up / possible speed-up."""
 
@@ -226,14 +226,27 @@ def _ratio(value: float, base: float) -> float:
     return value / base if base else 0.0
 
 
-def efficiency(overall: Row, times: Any, context_length: int) -> Efficiency:
-    """Judges the overall row by the times of single rounds (`LLM.measure_round`)."""
-    cost = times.verify_seconds + times.draft_seconds
+def wide_share(samples: Sequence[Sample], system: str, narrow_width: int) -> float:
+    """Share of the rounds whose draft did not fit a block of `narrow_width` tokens."""
+    metrics = sum((sample.generations[system].metrics for sample in samples), Metrics())
+    # A draft of n tokens needs a block of n + 1: too long from position `narrow_width` on.
+    too_long = metrics.drafted_per_position[narrow_width - 1 : narrow_width]
+    return _ratio(sum(too_long), metrics.num_rounds)
+
+
+def efficiency(overall: Row, times: Any, context_length: int, wide_share: float) -> Efficiency:
+    """Judges the overall row by the times of single rounds (`LLM.measure_round`).
+
+    Verification is counted at the mix of block widths that the rounds ran at.
+    """
+    verify = wide_share * times.verify_seconds + (1 - wide_share) * times.plain_seconds
+    cost = verify + times.draft_seconds
     possible = overall.mean_acceptance_length * _ratio(times.plain_seconds, cost)
     return Efficiency(
         context_length=context_length,
         plain_seconds=times.plain_seconds,
         verify_seconds=times.verify_seconds,
+        wide_share=wide_share,
         draft_seconds=times.draft_seconds,
         possible_speedup=possible,
         efficiency=_ratio(overall.speedup, possible),
@@ -304,7 +317,9 @@ def _measure(
     with contextlib.ExitStack() as stack:
         if settings.peer is not None:
             peer = stack.enter_context(contextlib.closing(Peer(settings.peer)))
-            systems[PEER] = peer.system(token_ids, settings.max_tokens, plain.model.eos_token_ids)
+            systems[PEER] = peer_system(
+                peer, token_ids, settings.max_tokens, plain.model.eos_token_ids
+            )
         warm = one_per_capacity([len(token_ids[p]) + settings.max_tokens for p in prompts])
         _interleave(systems, [prompts[i] for i in warm], 1, [], "warming up", progress)
         _interleave(systems, prompts, settings.repeats, samples, "prompts", progress)
@@ -312,7 +327,26 @@ def _measure(
     for name, engine in engines.items():
         if name != PLAIN:
             times = engine.measure_round(context, repeats=10)
-            judged[name] = efficiency(compare(samples, name, PLAIN)[-1], times, context)
+            share = wide_share(samples, name, times.plain_width)
+            judged[name] = efficiency(compare(samples, name, PLAIN)[-1], times, context, share)
+
+
+def peer_system(
+    peer: Peer,
+    token_ids: Mapping[Prompt, list[int]],
+    max_tokens: int,
+    stop_ids: Sequence[int] = (),
+) -> System:
+    """The peer as a system, given the token ids that our own engine sees.
+
+    A peer may go on past one of `stop_ids`: its text ends there, its speed counts all.
+    """
+
+    def generate(prompt: Prompt) -> Generation:
+        ids, metrics = peer.generate(token_ids[prompt], max_tokens)
+        return Generation(_cut(ids, stop_ids), metrics)
+
+    return generate
 
 
 def _system(llm: Any, token_ids: Mapping[Prompt, list[int]], params: Any) -> System:
@@ -345,109 +379,6 @@ def _cut(token_ids: tuple[int, ...], stop_ids: Sequence[int]) -> tuple[int, ...]
     """`token_ids` up to and with the first of `stop_ids`."""
     ends = (i + 1 for i, token in enumerate(token_ids) if token in stop_ids)
     return token_ids[: next(ends, len(token_ids))]
-
-
-class Peer:
-    """Another engine in a process of its own, spoken to in JSON lines.
-
-    It prints `{"ready": true}` once, then answers `{"token_ids": [...], "max_new_tokens": n}` with
-    `{"token_ids": [...], "prefill_seconds": s, "decode_seconds": s}`, where decoding leaves out
-    the first token, or with `{"error": "..."}`.
-    """
-
-    def __init__(self, command: str) -> None:
-        """Starts it and waits until it is ready; JspecError if it does not get there."""
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
-        try:
-            # A session of its own: Ctrl-C is for us, we end the peer.
-            self._process = subprocess.Popen(
-                shlex.split(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                start_new_session=True,
-            )
-        except (OSError, ValueError, IndexError) as error:
-            self._errors.close()
-            raise JspecError(f"peer {command!r} does not start: {error}") from None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        try:
-            if self._receive().get("ready") is not True:
-                raise JspecError("peer: its first line is not {'ready': true}")
-        except BaseException:
-            self.close()
-            raise
-
-    def system(
-        self,
-        token_ids: Mapping[Prompt, list[int]],
-        max_tokens: int,
-        stop_ids: Sequence[int] = (),
-    ) -> System:
-        """The peer as a system, given the token ids that our own engine sees.
-
-        A peer may go on past one of `stop_ids`: its text ends there, its speed counts all.
-        """
-
-        def generate(prompt: Prompt) -> Generation:
-            request = {"token_ids": token_ids[prompt], "max_new_tokens": max_tokens}
-            made = self._generation(self._ask(request), len(token_ids[prompt]))
-            return dataclasses.replace(made, token_ids=_cut(made.token_ids, stop_ids))
-
-        return generate
-
-    def _generation(self, answer: dict[str, Any], num_prompt_tokens: int) -> Generation:
-        try:
-            ids = tuple(int(token) for token in answer["token_ids"])
-            prefill, decode = float(answer["prefill_seconds"]), float(answer["decode_seconds"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise JspecError(f"peer: an answer without its figures ({error!r})") from None
-        metrics = Metrics(
-            num_prompt_tokens=num_prompt_tokens,
-            num_tokens=len(ids) - 1,
-            num_rounds=len(ids) - 1,
-            prefill_seconds=prefill,
-            decode_seconds=decode,
-        )
-        return Generation(ids, metrics)
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # it has ended: reading says how
-            self._stdin.write(json.dumps(request) + "\n")
-            self._stdin.flush()
-        return self._receive()
-
-    def _receive(self) -> dict[str, Any]:
-        line = self._stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            raise JspecError(f"peer ended with status {code}: {said[-1] if said else 'no word'}")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise JspecError(f"peer: not a JSON object: {line.strip()[:60]!r}")
-        if "error" in answer:
-            raise JspecError(f"peer: {answer['error']}")
-        return answer
-
-    def close(self) -> None:
-        """Ends the process; a peer that does not leave when its input closes is killed."""
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._stdout.close()
-        self._errors.close()
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -312,9 +312,10 @@ def report_table(report: Report, name: str, rows: Sequence[Row]) -> Table:
 
 
 def efficiency_lines(value: Efficiency) -> str:
-    """Efficiency and the times it comes from, in two lines."""
+    """Efficiency and the times it comes from, in three lines."""
     return (
         f"engine efficiency {value.efficiency:.2f} of a possible {value.possible_speedup:.2f}x\n"
         f"  a round at {value.context_length} tokens: plain {1e3 * value.plain_seconds:.1f} ms, "
-        f"verify {1e3 * value.verify_seconds:.1f} ms, draft {1e3 * value.draft_seconds:.1f} ms\n"
+        f"verify {1e3 * value.verify_seconds:.1f} ms\n"
+        f"  (in {value.wide_share:.0%} of the rounds), draft {1e3 * value.draft_seconds:.2f} ms\n"
     )

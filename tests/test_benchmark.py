@@ -123,9 +123,18 @@ def test_no_samples_no_rows():
 def test_efficiency_is_measured_over_possible():
     overall = benchmark.compare(SAMPLES[:1], "ngram", PLAIN)[-1]  # speed-up 2, mean length 2
     times = types.SimpleNamespace(plain_seconds=0.03, verify_seconds=0.02, draft_seconds=0.005)
-    result = benchmark.efficiency(overall, times, 100)
+    result = benchmark.efficiency(overall, times, 100, 1.0)
     assert result.possible_speedup == pytest.approx(2.4)
     assert result.efficiency == pytest.approx(2 / 2.4)
+    half = benchmark.efficiency(overall, times, 100, 0.5)  # the other half ran as a plain round
+    assert half.possible_speedup == pytest.approx(2 * 0.03 / 0.03)
+
+
+def test_wide_rounds_are_those_whose_draft_does_not_fit():
+    metrics = Metrics(num_rounds=10, drafted_per_position=(8, 6, 3))
+    sample = Sample(A, {"ngram": Generation((1,), metrics)})
+    shares = [benchmark.wide_share([sample], "ngram", width) for width in (1, 2, 3, 4)]
+    assert shares == [0.8, 0.6, 0.3, 0.0]
 
 
 def test_median_context_is_halfway():
@@ -156,7 +165,9 @@ def engine(monkeypatch):
             return [types.SimpleNamespace(token_ids=[5, 6], metrics=result.metrics)]
 
         def measure_round(self, context_length, *, repeats):
-            return types.SimpleNamespace(plain_seconds=1.0, verify_seconds=1.0, draft_seconds=1.0)
+            return types.SimpleNamespace(
+                plain_seconds=1.0, verify_seconds=1.0, draft_seconds=1.0, plain_width=2
+            )
 
     fake = types.ModuleType("jspec.llm")
     fake.__dict__.update(
@@ -244,7 +255,7 @@ def test_a_peer_that_does_not_start(source, message):
 
 def test_a_peer_that_ends_says_why():
     peer = benchmark.Peer(peer_command(PEER_SOURCE))
-    system = peer.system({A: [13]}, 3)
+    system = benchmark.peer_system(peer, {A: [13]}, 3)
     with pytest.raises(JspecError, match="status 1: out of luck"):
         system(A)
     peer.close()
@@ -253,7 +264,7 @@ def test_a_peer_that_ends_says_why():
 def test_a_peer_that_declines_is_quoted():
     peer = benchmark.Peer(peer_command(PEER_SOURCE))
     with pytest.raises(JspecError, match="peer: too long"):
-        peer.system({A: [14]}, 3)(A)
+        benchmark.peer_system(peer, {A: [14]}, 3)(A)
     peer.close()
 
 
@@ -261,7 +272,7 @@ def test_a_peer_that_answers_without_figures():
     source = "print('{\"ready\": true}', flush=True)\ninput()\nprint('{}', flush=True)"
     peer = benchmark.Peer(peer_command(source))
     with pytest.raises(JspecError, match="without its figures"):
-        peer.system({A: [1]}, 3)(A)
+        benchmark.peer_system(peer, {A: [1]}, 3)(A)
     peer.close()
 
 

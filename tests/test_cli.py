@@ -103,7 +103,9 @@ class LLM:
         return [types.SimpleNamespace(token_ids=[1, 2, 3], metrics=metrics)]
 
     def measure_round(self, context_length, *, repeats):
-        return types.SimpleNamespace(plain_seconds=0.02, verify_seconds=0.02, draft_seconds=0.0)
+        return types.SimpleNamespace(
+            plain_seconds=0.02, verify_seconds=0.02, draft_seconds=0.0, plain_width=2
+        )
 
 
 def enable_compilation_cache(path=None) -> None:

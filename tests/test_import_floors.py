@@ -24,6 +24,7 @@ FLOORS = (
     ("jspec.decode",),
     ("jspec.engine", "jspec.train", "jspec.analysis", "jspec.loading"),
     ("jspec.llm", "jspec.server"),
+    ("jspec.peer",),
     ("jspec.benchmark",),
     ("jspec.terminal",),
     ("jspec.cli",),

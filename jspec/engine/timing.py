@@ -30,6 +30,8 @@ class RoundTimes(NamedTuple):
     """A target pass over K + 1 tokens."""
     draft_seconds: float
     """A proposal of K tokens."""
+    plain_width: int
+    """Tokens in the narrowest pass."""
 
 
 def measure_round(
@@ -66,7 +68,7 @@ def measure_round(
             start = time.perf_counter()
             jax.block_until_ready(program())
             times.append((time.perf_counter() - start) / _LOOP)
-    return RoundTimes(*map(statistics.median, seconds))
+    return RoundTimes(*map(statistics.median, seconds), plain_width=config.widths[0])
 
 
 def _greedy_row() -> Sampling:
