@@ -9,6 +9,7 @@ from tiny import CONFIG, TARGET, llama_params, markov, uncached_greedy
 
 import jspec
 from jspec import JspecError, SamplingParams
+from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.ngram import NgramDrafter
 from jspec.llm import default_widths
 from jspec.loading import check_vocabularies
@@ -140,6 +141,16 @@ def test_one_program_serves_every_length_of_a_shape(engine):
         engine.generate([[1] * n], SamplingParams(temperature=0.5, max_tokens=n))
         list(engine.stream([2] * n, SamplingParams(temperature=0.0, max_tokens=n)))
     assert len(engine._runner.programs) <= before + 1
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft model"])
+def test_the_parts_of_a_round_can_be_timed(engine, drafter):
+    if drafter == "draft model":
+        draft = DraftModel(TARGET, CONFIG.vocab_size, 3)
+        engine = llm(drafter=draft, drafter_params=llama_params(1))
+    times = engine.measure_round(20, repeats=1)
+    assert min(times.plain_seconds, times.verify_seconds, times.draft_seconds) > 0
+    assert times.plain_width == 1
 
 
 class NnxModel(nnx.Module):

@@ -85,3 +85,18 @@ def test_rows_of_one_batch_follow_their_own_rule():
         alone = decide(np.array([b]), **{k: v[b] for k, v in rows.items()})
         assert together.num_accepted[b] == alone.num_accepted[0]
         assert together.next_token[b] == alone.next_token[0]
+
+
+def test_only_what_was_drafted_is_verified():
+    """A drafter's padding behind `num_drafted` is not accepted even where the target agrees."""
+    logits = jnp.log(jnp.array([[[0.1, 0.9], [0.9, 0.1], [0.1, 0.9]]]))
+    for temperature, coupled in ((0.0, False), (1e-3, False), (1e-3, True)):
+        verdict = verify(
+            jnp.array([[1, 0]]),
+            None,
+            jnp.array([1]),
+            target_logits=logits,
+            sampling=sampling(1, temperature=temperature, coupled=coupled),
+            positions=jnp.arange(3)[None],
+        )
+        assert (verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ([1], [0])
