@@ -183,13 +183,17 @@ def sure_interrupt(steps: Steps) -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # ignored (a background job), or somebody else's
         return
-    happened, announced = threading.Event(), threading.Lock()
+    happened, announced = threading.Event(), threading.Event()
+    one_at_a_time = threading.RLock()  # a second signal may come in the middle of `announce`
 
     def announce() -> None:
-        if announced.acquire(blocking=False):
-            steps.close()
-            print(file=sys.stderr, flush=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        """Returns when it is done, whichever thread does it: no word after it reaches stderr."""
+        with one_at_a_time:
+            if not announced.is_set():
+                announced.set()
+                steps.close()
+                print(file=sys.stderr, flush=True)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def raise_interrupt(signum: int, frame: FrameType | None) -> None:
         happened.set()
