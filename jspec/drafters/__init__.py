@@ -1,0 +1,1 @@
+"""Drafters, one a file; `base` says what a drafter is."""
