@@ -28,6 +28,7 @@ from jax import Array
 from jspec import cache as cache_lib
 from jspec.cache import PAGE_AXES, Cache, KeysValues
 from jspec.drafters.base import Context, Draft, Drafter
+from jspec.errors import JspecError
 from jspec.model import Model
 from jspec.params import LeafSpec
 from jspec.prefill import prefill
@@ -61,9 +62,11 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         needed = self.drafter.num_speculative_tokens + 1
         if not self.widths or list(self.widths) != sorted(set(self.widths)):
-            raise ValueError(f"{self.widths=} must ascend")
+            raise JspecError(f"block widths {self.widths} must ascend")
         if self.widths[-1] < needed:
-            raise ValueError(f"{self.widths=}: the last must be at least K + 1 = {needed}")
+            raise JspecError(
+                f"block widths {self.widths}: the last must be at least K + 1 = {needed}"
+            )
 
 
 class Counters(flax.struct.PyTreeNode):

@@ -87,7 +87,9 @@ class LLM:
             max_model_len or target.model.max_position_embeddings,
             target.model.max_position_embeddings,
         )
-        self._batch_sizes = tuple(batch_sizes or _powers_of_two(max_num_seqs))
+        self._batch_sizes = tuple(sorted(batch_sizes or _powers_of_two(max_num_seqs)))
+        if self._batch_sizes[0] < 1:
+            raise JspecError(f"{batch_sizes=}: each must be at least 1")
         widths = tuple(block_widths or default_widths(self.drafter.num_speculative_tokens, dtype))
         self._runner = BatchRunner(
             config=DecodeConfig(self.model, self.drafter, widths),

@@ -247,6 +247,8 @@ BAD_ENGINES = [
     ({"drafter": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
     ({"drafter": "no-such-drafter"}, "'no-such-drafter' is neither"),
     ({"params": None}, "needs params="),
+    ({"block_widths": (2, 4)}, r"block widths \(2, 4\): the last must be at least K \+ 1 = 5"),
+    ({"batch_sizes": (4, 0)}, "batch_sizes"),
 ]
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.drafters.base import Context, Draft
+from jspec.errors import JspecError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,9 @@ class NgramDrafter:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
-            raise ValueError(f"need 1 <= {self.min_match=} <= {self.max_match=}")
+            raise JspecError(f"need 1 <= {self.min_match=} <= {self.max_match=}")
         if self.growth < 0:
-            raise ValueError(f"{self.growth=} must not be negative")
+            raise JspecError(f"{self.growth=} must not be negative")
 
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[()]:
         return ()
