@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jspec.attention import attend
     from jspec.cache import CacheSpec
-    from jspec.engine.requests import RequestOutput, SamplingParams, StreamChunk
+    from jspec.engine.requests import (
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+        StreamChunk,
+    )
     from jspec.errors import JspecError
     from jspec.llm import LLM, enable_compilation_cache
     from jspec.loading import from_nnx
@@ -25,7 +31,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "jspec.llm",
     "CacheSpec": "jspec.cache",
+    "CompletionOutput": "jspec.engine.requests",
     "JspecError": "jspec.errors",
+    "Logprob": "jspec.engine.requests",
     "Metrics": "jspec.metrics",
     "Model": "jspec.model",
     "Output": "jspec.model",
@@ -40,7 +48,9 @@ _HOMES = {
 __all__ = [
     "LLM",
     "CacheSpec",
+    "CompletionOutput",
     "JspecError",
+    "Logprob",
     "Metrics",
     "Model",
     "Output",

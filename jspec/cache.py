@@ -84,6 +84,35 @@ def init_cache(spec: CacheSpec, batch: int, capacity: int, *, page_size: int, dt
     )
 
 
+def fork(cache: Cache, parent: Array) -> Cache:
+    """A cache of `parent.size` rows in which row b goes on from row `parent[b]`.
+
+    A row's first child takes over its pages. The others share those that it has filled; the one
+    it is in the middle of is copied, and the rest are their own, in a pool that grows in
+    proportion to the rows. Every row has a child; blocks are empty.
+    """
+    rows, (old_rows, pages_a_row) = parent.size, cache.table.shape
+    index = jnp.arange(rows, dtype=jnp.int32)
+    is_first = jnp.argmax(parent[:, None] == parent, axis=1) == index
+    lengths = cache.lengths[parent]
+    new_row = old_rows - 1 + jnp.cumsum(~is_first, dtype=jnp.int32)
+    own = new_row[:, None] * pages_a_row + jnp.arange(pages_a_row, dtype=jnp.int32)
+    filled = jnp.maximum(lengths, 0)[:, None] // cache.page_size
+    shared = is_first[:, None] | (jnp.arange(pages_a_row) < filled)
+    table = jnp.where(shared, cache.table[parent], own)
+    half_filled = jnp.minimum(filled, pages_a_row - 1)
+    source, copy = (
+        jnp.take_along_axis(x, half_filled, axis=1)[:, 0] for x in (cache.table[parent], table)
+    )
+
+    def widen(pages: Array) -> Array:
+        room = jnp.zeros(((rows - old_rows) * pages_a_row, *pages.shape[1:]), pages.dtype)
+        return jnp.concatenate([pages, room]).at[copy].set(pages[source])
+
+    pages = tuple(KeysValues(widen(kv.keys), widen(kv.values)) for kv in cache.pages)
+    return cache.replace(pages=pages, table=table, lengths=lengths)
+
+
 def open_block(cache: Cache, width: int) -> Cache:
     """The cache with an empty block that has room for `width` tokens in flight."""
     batch = cache.table.shape[0]

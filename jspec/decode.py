@@ -1,7 +1,7 @@
 """The round, and the loop of rounds: propose, verify, commit (DESIGN, "one pure round").
 
     step     : DecodeState -> DecodeState
-    generate = prefill, then lax.while_loop(step)
+    generate = read_prompts, then run_rounds: lax.while_loop(step)
 
 Plain decoding is the same loop with a drafter that proposes nothing. Knows nothing of text,
 requests or how a drafter works.
@@ -29,10 +29,11 @@ from jspec import cache as cache_lib
 from jspec.cache import PAGE_AXES, Cache, KeysValues
 from jspec.drafters.base import Context, Draft, Drafter
 from jspec.errors import JspecError
+from jspec.logprobs import TokenLogprobs, no_logprobs, score, score_raw
 from jspec.model import Model
 from jspec.params import LeafSpec
 from jspec.prefill import prefill
-from jspec.sampling import Sampling
+from jspec.sampling import Sampling, chain_prefix
 from jspec.verify import Verdict, verify
 
 
@@ -46,6 +47,8 @@ class Finish(enum.IntEnum):
     """The most tokens asked for."""
     INVALID = 3
     """The target's logits were not finite; nothing was emitted from them."""
+    FORBIDDEN = 4
+    """The row's settings allowed no token; nothing was emitted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,8 @@ class DecodeConfig:
     """Block widths to compile, ascending, the last at least K + 1. A round runs at the narrowest
     that holds its longest draft; results are bit-for-bit comparable at one width only."""
     prefill_chunk: int = 128
+    max_logprobs: int = 0
+    """Most probable tokens to keep the log probabilities of, at each token."""
 
     def __post_init__(self) -> None:
         needed = self.drafter.num_speculative_tokens + 1
@@ -69,12 +74,15 @@ class DecodeConfig:
             )
 
 
-class Counters(flax.struct.PyTreeNode):
-    """What the rows have cost so far; see `metrics.Metrics`."""
+class RoundLog(flax.struct.PyTreeNode):
+    """What the rows have cost, round by round (round r of a row yields at least its token r)."""
 
-    rounds: Array  # [B] int32
-    drafted: Array  # [B, K] int32, by position in the draft
-    accepted: Array  # [B, K] int32
+    rounds: Array
+    """`[B]` int32: rounds that the row took part in."""
+    drafted: Array
+    """`[B, S]` int32: tokens drafted in each of them."""
+    accepted: Array
+    """`[B, S]` int32: drafts accepted; the next token is not counted."""
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -86,14 +94,15 @@ class DecodeState(flax.struct.PyTreeNode):
     """`[B]` int32: committed tokens, at least 1."""
     max_lengths: Array
     """`[B]` int32: a row is finished when `lengths` gets there."""
-    stop_ids: Array
-    """`[B, E]` int32, padded with PAD_TOKEN."""
     finish: Array
     """`[B]` int32, a `Finish`."""
     sampling: Sampling
     cache: Cache
     drafter: Any
-    counters: Counters
+    """Of the drafter: arrays whose first axis is rows, and caches."""
+    logprobs: TokenLogprobs
+    """`[B, S]`: the scores of `tokens`, where a row asks for them."""
+    log: RoundLog
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("page_size", "dtype"))
@@ -103,40 +112,68 @@ def init_state(
     tokens: Array,
     lengths: Array,
     max_lengths: Array,
-    stop_ids: Array,
     sampling: Sampling,
     page_size: int,
     dtype: Any,
 ) -> DecodeState:
     """The state before the prompt has been read. `tokens` `[B, S]`; S is the capacity."""
     B, S = tokens.shape
-    K = config.drafter.num_speculative_tokens
     return DecodeState(
         tokens=tokens,
         lengths=lengths,
         max_lengths=max_lengths,
-        stop_ids=stop_ids,
         finish=jnp.where(lengths < max_lengths, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
         sampling=sampling,
         cache=cache_lib.init_cache(config.model.cache_spec, B, S, page_size=page_size, dtype=dtype),
         drafter=config.drafter.init(B, S, dtype),
-        counters=Counters(
+        logprobs=no_logprobs(B, S, config.max_logprobs),
+        log=RoundLog(
             rounds=jnp.zeros((B,), jnp.int32),
-            drafted=jnp.zeros((B, K), jnp.int32),
-            accepted=jnp.zeros((B, K), jnp.int32),
+            drafted=jnp.zeros((B, S), jnp.int32),
+            accepted=jnp.zeros((B, S), jnp.int32),
         ),
     )
+
+
+def read_prompts(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
+    """Fills the caches with the prompts. `params` is `(target, drafter's)`."""
+    return _read_prompts(config, params, state, observe=None)
+
+
+def read_scored_prompts(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
+    """`read_prompts` that also puts the prompts' own log probabilities into `state.logprobs`,
+    which takes logits that are otherwise not computed."""
+
+    def observe(logprobs: TokenLogprobs, logits: Array, places: Array) -> TokenLogprobs:
+        tokens = jnp.take_along_axis(state.tokens, places, axis=1, mode="clip")
+        return _put(logprobs, places, score_raw(logits, tokens, config.max_logprobs))
+
+    return _read_prompts(config, params, state, observe)
+
+
+def _read_prompts(
+    config: DecodeConfig, params: Any, state: DecodeState, observe: Any
+) -> DecodeState:
+    target_params, drafter_params = params
+    cache, logprobs = prefill(
+        config.model,
+        target_params,
+        state.cache,
+        state.tokens,
+        state.lengths - 1,
+        chunk=config.prefill_chunk,
+        observe=observe,
+        seen=state.logprobs,
+    )
+    drafter = config.drafter.prefill(drafter_params, state.drafter, _context(state))
+    return state.replace(cache=cache, logprobs=logprobs, drafter=drafter)
 
 
 def run_rounds(
     config: DecodeConfig, params: Any, state: DecodeState, max_rounds: Array
 ) -> DecodeState:
-    """Reads what of the prompts is unread, then runs rounds until all rows have finished.
-
-    At most `max_rounds` of them: the same program serves prefill alone (0), bursts and whole
-    generations. `params` is `(target, drafter's)`; `state` is donated.
-    """
-    state = _prefill(config, params, state)
+    """Runs rounds until all rows have finished, at most `max_rounds` of them: the same program
+    serves bursts and whole generations."""
 
     def unfinished(carry: tuple[Array, DecodeState]) -> Array:
         done, state = carry
@@ -149,22 +186,30 @@ def run_rounds(
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
 
 
-generate = jax.jit(run_rounds, static_argnums=0, donate_argnums=2)
-"""`run_rounds`, compiled once a shape."""
+def fork(state: DecodeState, parent: Array, idle: Array, sampling: Sampling) -> DecodeState:
+    """A batch whose row b goes on where row `parent[b]` is, with settings of its own; one that is
+    `idle[b]` has finished. Rows of one parent share its full pages (see `cache.fork`)."""
+
+    def take(x: Any) -> Any:
+        return cache_lib.fork(x, parent) if isinstance(x, Cache) else x[parent]
+
+    rows = jax.tree.map(take, state.replace(sampling=()), is_leaf=lambda x: isinstance(x, Cache))
+    finish = jnp.where(idle, Finish.LENGTH, rows.finish)
+    return rows.replace(sampling=sampling, finish=finish)
 
 
-def _prefill(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
-    target_params, drafter_params = params
-    cache = prefill(
-        config.model,
-        target_params,
-        state.cache,
-        state.tokens,
-        state.lengths - 1,
-        chunk=config.prefill_chunk,
+def cut(state: DecodeState, keep: Array, finish: Array) -> DecodeState:
+    """Drops what rows hold beyond their first `keep[b]` tokens; `finish` is how they ended.
+
+    For stop rules that only the host can apply. A row with `keep[b] > lengths[b]` is left alone.
+    """
+    dropped = jnp.maximum(state.lengths - keep, 0)
+    is_cut = keep <= state.lengths
+    return state.replace(
+        lengths=state.lengths - dropped,
+        finish=jnp.where(is_cut, finish, state.finish),
+        cache=state.cache.replace(lengths=state.cache.lengths - dropped),
     )
-    drafter = config.drafter.prefill(drafter_params, state.drafter, _context(state))
-    return state.replace(cache=cache, drafter=drafter)
 
 
 def _context(state: DecodeState) -> Context:
@@ -178,15 +223,18 @@ def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
     running = state.finish == Finish.RUNNING
     draft = draft._replace(num_drafted=jnp.where(running, draft.num_drafted, 0))
     checked = _check(config, target_params, state, draft)
-    run = emitted_run(draft.tokens, checked.verdict)
-    num_emitted, finish = apply_stops(state, run, checked)
+    num_emitted, finish = apply_stops(state, checked)
+    index = jnp.arange(checked.run.shape[1], dtype=jnp.int32)
+    beyond = state.tokens.shape[1]
+    places = jnp.where(index < num_emitted[:, None], state.lengths[:, None] + index, beyond)
     return state.replace(
-        tokens=_append_run(state.tokens, state.lengths, run, num_emitted),
+        tokens=_put(state.tokens, places, checked.run),
         lengths=state.lengths + num_emitted,
         finish=finish,
         cache=cache_lib.commit(state.cache.replace(block=checked.block), num_emitted),
         drafter=config.drafter.commit(drafter_params, drafter, num_emitted),
-        counters=_count(state.counters, draft, checked.verdict, running),
+        logprobs=_put(state.logprobs, places, checked.logprobs),
+        log=_note(state.log, draft.num_drafted, checked.verdict, running),
     )
 
 
@@ -194,8 +242,10 @@ class Checked(NamedTuple):
     """What the target's pass over a block yields, whatever width it ran at."""
 
     verdict: Verdict
-    valid: Array
-    """`[B]` bool: the logits that the verdict rests on were finite."""
+    run: Array
+    """`[B, K+1]`: the accepted drafts, then the next token, then what means nothing."""
+    logprobs: TokenLogprobs
+    """Of the run."""
     block: tuple[KeysValues, ...]
     """Per layer `[B, K+1, Nkv, H]`."""
 
@@ -217,19 +267,20 @@ def _check_at(
     block = _fit(jnp.concatenate([last, draft.tokens], axis=1), width)
     out = config.model.forward(params, block, cache_lib.open_block(state.cache, width))
     kept = min(width, num_tokens)
-    logits = out.logits[:, :kept]
+    logits, tokens = out.logits[:, :kept], draft.tokens[:, : kept - 1]
+    prefix = chain_prefix(state.tokens, state.lengths, tokens)
     verdict = verify(
-        draft.tokens[:, : kept - 1],
+        tokens,
         None if draft.probs is None else draft.probs[:, : kept - 1],
         draft.num_drafted,
         target_logits=logits,
         sampling=state.sampling,
-        positions=state.lengths[:, None] + jnp.arange(kept),
+        prefix=prefix,
     )
-    used = jnp.arange(kept) <= verdict.num_accepted[:, None]
-    finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    fitted = jax.tree.map(lambda x: _fit(x, num_tokens), out.cache.block)
-    return Checked(verdict, jnp.all(finite | ~used, axis=1), fitted)
+    run = emitted_run(tokens, verdict)
+    logprobs = score(logits, run, state.sampling, prefix, config.max_logprobs)
+    fit = functools.partial(_fit, width=num_tokens)
+    return Checked(verdict, *jax.tree.map(fit, (run, logprobs, out.cache.block)))
 
 
 def _fit(x: Array, width: int) -> Array:
@@ -245,44 +296,44 @@ def emitted_run(draft_tokens: Array, verdict: Verdict) -> Array:
     return jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], padded)
 
 
-def apply_stops(state: DecodeState, run: Array, checked: Checked) -> tuple[Array, Array]:
-    """How many tokens of `run` each row emits, and its `Finish` afterwards.
+def apply_stops(state: DecodeState, checked: Checked) -> tuple[Array, Array]:
+    """How many tokens of the run each row emits, and its `Finish` afterwards.
 
     Every rule is applied at every offset inside the run; the first that fires ends the row
-    there, and nothing behind it is emitted.
+    there, and nothing behind it is emitted. (min_tokens needs no rule: until then no stop token
+    is allowed, see `sampling`.)
     """
+    run, verdict = checked.run, checked.verdict
     index = jnp.arange(run.shape[1], dtype=jnp.int32)
-    is_stop = jnp.any(run[..., None] == state.stop_ids[:, None, :], axis=-1)
+    is_stop = jnp.any(run[..., None] == state.sampling.stop_ids[:, None, :], axis=-1)
     is_last = state.lengths[:, None] + index + 1 >= state.max_lengths[:, None]
-    offered = checked.verdict.num_accepted + 1
+    offered = verdict.num_accepted + 1
     ends = (is_stop | is_last) & (index < offered[:, None])
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
     stopped = jnp.take_along_axis(is_stop, first[:, None], axis=1)[:, 0]
     reason = jnp.where(ended, jnp.where(stopped, Finish.STOP, Finish.LENGTH), Finish.RUNNING)
-    reason = jnp.where(checked.valid, reason, Finish.INVALID)
+    reason = jnp.where(verdict.allowed, reason, Finish.FORBIDDEN)
+    reason = jnp.where(verdict.finite, reason, Finish.INVALID)
     running = state.finish == Finish.RUNNING
     num_emitted = jnp.where(ended, first + 1, offered)
-    num_emitted = jnp.where(running & checked.valid, num_emitted, 0)
+    num_emitted = jnp.where(running & verdict.finite & verdict.allowed, num_emitted, 0)
     return num_emitted, jnp.where(running, reason.astype(jnp.int32), state.finish)
 
 
-def _append_run(tokens: Array, lengths: Array, run: Array, num_emitted: Array) -> Array:
-    """`tokens` with the first `num_emitted` of `run` behind the committed ones."""
-    index = jnp.arange(run.shape[1], dtype=jnp.int32)
-    slots = jnp.where(index < num_emitted[:, None], lengths[:, None] + index, tokens.shape[1])
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    return tokens.at[rows, slots].set(run, mode="drop")
+def _put(buffers: Any, places: Array, values: Any) -> Any:
+    """Arrays `[B, S, ...]` with `values` `[B, T, ...]` at `places` `[B, T]`; those from S on are
+    nowhere."""
+    rows = jnp.arange(places.shape[0])[:, None]
+    return jax.tree.map(lambda x, new: x.at[rows, places].set(new, mode="drop"), buffers, values)
 
 
-def _count(counters: Counters, draft: Draft, verdict: Verdict, running: Array) -> Counters:
-    index = jnp.arange(draft.tokens.shape[1])
-    drafted = index < draft.num_drafted[:, None]
-    accepted = drafted & (index < verdict.num_accepted[:, None])
-    return Counters(
-        rounds=counters.rounds + running.astype(jnp.int32),
-        drafted=counters.drafted + drafted.astype(jnp.int32),
-        accepted=counters.accepted + accepted.astype(jnp.int32),
+def _note(log: RoundLog, num_drafted: Array, verdict: Verdict, running: Array) -> RoundLog:
+    place = jnp.where(running, log.rounds, log.drafted.shape[1])[:, None]
+    return RoundLog(
+        rounds=log.rounds + running.astype(jnp.int32),
+        drafted=_put(log.drafted, place, num_drafted[:, None]),
+        accepted=_put(log.accepted, place, verdict.num_accepted[:, None]),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,21 @@ from jax.sharding import AxisType, Mesh
 from jspec import loading
 from jspec.decode import DecodeConfig, Finish
 from jspec.drafters.base import Drafter
-from jspec.engine.batch import BatchRunner, Progress, Request
-from jspec.engine.requests import RequestOutput, SamplingParams, StreamChunk
+from jspec.engine import outputs
+from jspec.engine.batch import BatchRunner, Progress, Shape
+from jspec.engine.requests import (
+    MAX_SEED,
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StreamChunk,
+)
+from jspec.engine.settings import Request, check_possible
+from jspec.engine.text import OutputText
 from jspec.engine.timing import RoundTimes, measure_round
 from jspec.errors import JspecError
 from jspec.model import Model
+from jspec.sampling import LogitsProcessor
 
 if TYPE_CHECKING:
     from checkpoints import Tokenizer
@@ -29,6 +40,8 @@ Message = Mapping[str, str]
 _STREAM_BURSTS = (1, 2, 4)
 """Rounds of the first bursts of a stream, the last again and again: a quick first token, then
 few host reads."""
+_STOP_BURST = 8
+"""Rounds of a burst where only the host can see the end of a text."""
 
 
 class LLM:
@@ -49,6 +62,10 @@ class LLM:
       batch_sizes: numbers of rows to compile for; None: powers of two up to `max_num_seqs`.
       block_widths: tokens a row that a target pass may be compiled for, the last at least K + 1;
         None: what suits the device. Bit-for-bit equality holds at one batch size and width.
+      max_logprobs: most probable tokens that a request may ask for in each place.
+      logits_processor: a pure function `(logits [V], tokens [S], position) -> logits [V]` that
+        is compiled into the loop and applied at every position, drafted or not; the tokens
+        before `position` are the text so far, the others -1; -inf forbids a token.
       mesh: devices to shard over, axes "data" and "model".
       progress: called as (label, done, total) during long steps.
       report: called with a line about something the user should know.
@@ -68,12 +85,16 @@ class LLM:
         max_model_len: int | None = None,
         batch_sizes: Sequence[int] | None = None,
         block_widths: Sequence[int] | None = None,
+        max_logprobs: int = 20,
+        logits_processor: LogitsProcessor | None = None,
         mesh: Mesh | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise JspecError(f"{max_num_seqs=}: must be at least 1")
+        if max_logprobs < 0:
+            raise JspecError(f"{max_logprobs=}: must be 0 or more")
         mesh = None if mesh is None else _auto_mesh(mesh)
         options = loading.Options(dtype=dtype, mesh=mesh, progress=progress, report=report)
         target = loading.load_target(model, params, options)
@@ -92,9 +113,10 @@ class LLM:
             raise JspecError(f"{batch_sizes=}: each must be at least 1")
         widths = tuple(block_widths or default_widths(self.drafter.num_speculative_tokens, dtype))
         self._runner = BatchRunner(
-            config=DecodeConfig(self.model, self.drafter, widths),
+            config=DecodeConfig(self.model, self.drafter, widths, max_logprobs=max_logprobs),
             params=self.params,
             dtype=jnp.dtype(dtype),
+            processor=logits_processor,
             mesh=mesh,
             on_compile=progress,
         )
@@ -107,16 +129,26 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Completes each prompt (a text or token ids); one `SamplingParams`, or one each."""
-        requests = self._requests(_as_list(prompts), sampling_params)
-        outputs: list[RequestOutput] = []
-        largest = self._batch_sizes[-1]
-        for start in range(0, len(requests), largest):
-            batch = requests[start : start + largest]
-            *_, last = self._runner.run(batch, rows=self._rows(len(batch)))
-            outputs += [self._output(*pair) for pair in zip(batch, last, strict=True)]
+        prompts = _as_list(prompts)
+        requests = self._requests(prompts, sampling_params)
+        outputs: list[list[CompletionOutput]] = [[] for _ in requests]
+        results: list[RequestOutput] = []
+        for batch in _batches(requests, self._batch_sizes[-1]):
+            parts = [part for _, part in batch]
+            rows = self._output_rows(parts)
+            bursts = (_STOP_BURST,) if any(r.params.stop for r in parts) else ()
+            *_, last = self._run(parts, rows, bursts)
+            for row, done in zip(rows, last, strict=True):
+                index = batch[row.part][0]
+                number = len(outputs[index])
+                completed = self._completion(requests[index], number, done, row.text)
+                outputs[index].append(completed)
+                if number + 1 == requests[index].params.n:
+                    prompt = _text_or_none(prompts[index])
+                    results.append(self._result(requests[index], prompt, outputs[index], done))
             if progress is not None:
-                progress("generating", len(outputs), len(requests))
-        return outputs
+                progress("generating", len(results), len(requests))
+        return results
 
     def chat(
         self,
@@ -138,20 +170,80 @@ class LLM:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             prompt = self.chat_prompt(prompt)  # type: ignore[arg-type]
         (request,) = self._requests([prompt], sampling_params)  # type: ignore[list-item]
-        return self._stream(request)
+        if request.params.n > self._batch_sizes[-1]:
+            raise request.params.error("n", f"a stream has at most {self._batch_sizes[-1]} outputs")
+        return self._stream(request, _text_or_none(prompt))
 
-    def _stream(self, request: Request) -> Iterator[StreamChunk]:
-        detokenizer = loading.detokenizer(self.tokenizer)
-        seen = 0
-        for (progress,) in self._runner.run(
-            [request], rows=self._rows(1), burst_rounds=_STREAM_BURSTS
-        ):
-            new, seen = progress.token_ids[seen:], len(progress.token_ids)
-            text = detokenizer.push(new)
-            if progress.finish == Finish.RUNNING:
-                yield StreamChunk(text, new)
-            else:
-                yield StreamChunk(text + detokenizer.flush(), new, self._output(request, progress))
+    def _stream(self, request: Request, prompt: str | None) -> Iterator[StreamChunk]:
+        rows = self._output_rows([request])
+        seen, open_rows = [0] * len(rows), set(range(len(rows)))
+        for burst in self._run([request], rows, _STREAM_BURSTS):
+            for index in sorted(open_rows):
+                row, done = rows[index], burst[index]
+                ended = done.finish != Finish.RUNNING
+                start, seen[index] = seen[index], len(done.token_ids)
+                chunk = StreamChunk(
+                    text=row.text.take(ended=ended),
+                    token_ids=done.token_ids[start:],
+                    index=index,
+                    logprobs=outputs.logprobs_since(request, done, start, self._decode_one),
+                )
+                if ended:
+                    open_rows.remove(index)
+                    reason = "stop" if done.finish == Finish.STOP else "length"
+                    chunk = dataclasses.replace(chunk, finish_reason=reason)
+                if not open_rows:
+                    completed = [
+                        self._completion(request, i, burst[i], r.text) for i, r in enumerate(rows)
+                    ]
+                    result = self._result(request, prompt, completed, done)
+                    chunk = dataclasses.replace(chunk, output=result)
+                yield chunk
+
+    def _run(
+        self, parts: Sequence[Request], rows: Sequence[_Row], bursts: Sequence[int]
+    ) -> Iterator[list[Progress]]:
+        """Runs one batch; each row's text follows its tokens and may end it."""
+
+        def watch(row: int, new: list[int], finish: Finish) -> int | None:
+            ended, by_token = finish != Finish.RUNNING, finish == Finish.STOP
+            return rows[row].text.push(new, ended=ended, by_token=by_token)
+
+        shape = Shape(self._rows(len(parts)), self._rows(len(rows)))
+        return self._runner.run(parts, shape=shape, burst_rounds=bursts, watch=watch)
+
+    def _output_rows(self, parts: Sequence[Request]) -> list[_Row]:
+        """A row for each seed of each request, with no text yet."""
+        return [_Row(i, self._text(part)) for i, part in enumerate(parts) for _ in part.seeds]
+
+    def _text(self, request: Request) -> OutputText:
+        params = request.params
+        return OutputText(
+            loading.detokenizer(self.tokenizer, params.skip_special_tokens),
+            tuple(params.stop),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _completion(
+        self, request: Request, index: int, done: Progress, text: OutputText
+    ) -> CompletionOutput:
+        eos = self.model.eos_token_ids
+        return outputs.completion(request, index, done, text, eos, self._decode_one)
+
+    def _result(
+        self,
+        request: Request,
+        prompt: str | None,
+        completed: list[CompletionOutput],
+        done: Progress,
+    ) -> RequestOutput:
+        return outputs.request_output(request, prompt, completed, done, self._decode_one)
+
+    def _decode_one(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return loading.decoder(self.tokenizer, skip_special_tokens=False)([token])
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format, ready for its answer."""
@@ -184,10 +276,23 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         ids = self._encode(prompt)
         self._check_length(len(ids), params.max_tokens)
+        params.check(self.model.vocab_size, self._runner.config.max_logprobs)
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise params.error(name, "this model has no tokenizer, pass LLM(tokenizer=)")
         eos = () if params.ignore_eos else self.model.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         seed = secrets.randbits(32) if params.seed is None else params.seed
-        return Request(ids, params, stop_ids, seed)
+        seeds = tuple((seed + j) % (MAX_SEED + 1) for j in range(params.n))
+        request = Request(ids, params, stop_ids, self._bad_words(params), seeds)
+        check_possible(request, self.model.vocab_size)
+        return request
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        found = loading.encode_bad_words(self.tokenizer, params.bad_words)
+        return tuple(w for w in found if all(0 <= t < self.model.vocab_size for t in w))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -215,16 +320,33 @@ class LLM:
                 f"exceed the model's limit of {limit} tokens: lower max_tokens"
             )
 
-    def _output(self, request: Request, progress: Progress) -> RequestOutput:
-        text = "" if self.tokenizer is None else self.tokenizer.decode(progress.token_ids)
-        return RequestOutput(
-            prompt_token_ids=list(request.prompt),
-            token_ids=progress.token_ids,
-            text=text,
-            finish_reason="stop" if progress.finish == Finish.STOP else "length",
-            metrics=progress.metrics,
-            seed=request.seed,
-        )
+
+class _Row(NamedTuple):
+    """One output of a batch."""
+
+    part: int
+    """Which of the batch's requests it belongs to."""
+    text: OutputText
+
+
+def _text_or_none(prompt: Any) -> str | None:
+    return prompt if isinstance(prompt, str) else None
+
+
+def _batches(requests: Sequence[Request], size: int) -> Iterator[list[tuple[int, Request]]]:
+    """Cuts requests into batches of at most `size` rows, in order, each as (index, request). A
+    request with more rows than are left in a batch goes on in the next."""
+    batch, room = [], size
+    for index, request in enumerate(requests):
+        seeds = request.seeds
+        while seeds:
+            batch.append((index, request._replace(seeds=seeds[:room])))
+            seeds, room = seeds[room:], room - len(seeds[:room])
+            if room == 0:
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch
 
 
 def default_widths(num_speculative_tokens: int, dtype: str) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,14 +138,12 @@ def from_nnx(module: Any) -> tuple[Model, Any]:
 class _WholeText:
     """A detokenizer for tokenizers that only know `decode`: what is new since the last push."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._ids, self._text = tokenizer, [], ""
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode, self._ids, self._text = decode, [], ""
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids += ids
-        if self._tokenizer is None:
-            return ""
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         new, self._text = text[len(self._text) :], text
         return new
 
@@ -151,10 +151,35 @@ class _WholeText:
         return ""
 
 
-def detokenizer(tokenizer: Any) -> Any:
+def decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """`decode(ids)` of any tokenizer or none, told about special tokens if it wants to know."""
+    if tokenizer is None:
+        return lambda ids: ""
+    if "skip_special_tokens" in inspect.signature(tokenizer.decode).parameters:
+        return functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return tokenizer.decode
+
+
+def detokenizer(tokenizer: Any, skip_special_tokens: bool) -> Any:
     """Something with `push(ids) -> new text` and `flush()`, for any tokenizer or none."""
     import checkpoints
 
     if isinstance(tokenizer, checkpoints.Tokenizer):
-        return checkpoints.Detokenizer(tokenizer)
-    return _WholeText(tokenizer)
+        return checkpoints.Detokenizer(tokenizer, skip_special_tokens)
+    return _WholeText(decoder(tokenizer, skip_special_tokens))
+
+
+def encode_plainly(tokenizer: Any, text: str) -> list[int]:
+    """The ids of `text` alone, without the special tokens that begin or end a prompt."""
+    if "add_special_tokens" in inspect.signature(tokenizer.encode).parameters:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(text))
+
+
+def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that would write each word, at the start of a text and after a space."""
+    found = []
+    for word in words:
+        bare = word.lstrip() or word
+        found += [encode_plainly(tokenizer, bare), encode_plainly(tokenizer, " " + bare)]
+    return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))

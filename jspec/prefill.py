@@ -6,6 +6,7 @@ serves prompts of every length, and a row's pages do not depend on the other row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,26 +18,42 @@ from jspec.cache import Cache
 from jspec.model import Model
 
 
-def prefill(
-    model: Model, params: Any, cache: Cache, tokens: Array, upto: Array, *, chunk: int
-) -> Cache:
+def prefill[Seen](
+    model: Model,
+    params: Any,
+    cache: Cache,
+    tokens: Array,
+    upto: Array,
+    *,
+    chunk: int,
+    observe: Callable[[Seen, Array, Array], Seen] | None = None,
+    seen: Seen = None,
+) -> tuple[Cache, Seen]:
     """The cache with the first `upto[b]` tokens of row b of `tokens` `[B, S]` in pages.
 
     A row that holds them already is left alone; `upto` may be -1 (see `Cache.lengths`).
+    `observe(seen, logits, places)` gets the logits `[B, chunk, V]` of every chunk and the places
+    `[B, chunk]` of the tokens that they predict, S where there is none; without it no logits are
+    computed.
     """
+    nowhere = tokens.shape[1]
 
-    def behind(cache: Cache) -> Array:
-        return jnp.any(cache.lengths < upto)
+    def behind(carry: tuple[Cache, Seen]) -> Array:
+        return jnp.any(carry[0].lengths < upto)
 
-    def add_chunk(cache: Cache) -> Cache:
-        where = jnp.clip(cache.lengths[:, None] + jnp.arange(chunk), 0, tokens.shape[1] - 1)
-        block = jnp.take_along_axis(tokens, where, axis=1)
+    def add_chunk(carry: tuple[Cache, Seen]) -> tuple[Cache, Seen]:
+        cache, seen = carry
+        slots = cache.lengths[:, None] + jnp.arange(chunk)
+        block = jnp.take_along_axis(tokens, jnp.clip(slots, 0, nowhere - 1), axis=1)
         out = model.forward(params, block, cache_lib.open_block(cache, chunk))
+        if observe is not None:
+            wanted = (slots >= 0) & (slots < upto[:, None])
+            seen = observe(seen, out.logits, jnp.where(wanted, slots + 1, nowhere))
         count = jnp.clip(upto - cache.lengths, 0, chunk)
         # Every layer but the last, whose attention nobody needs, has read its pages once the
         # last layer's keys are there: tie the writes to them (see `cache.commit`).
         count, block = jax.lax.optimization_barrier((count, out.cache.block))
-        return cache_lib.commit(out.cache.replace(block=block), count)
+        return cache_lib.commit(out.cache.replace(block=block), count), seen
 
     with jax.named_scope("prefill"):
-        return jax.lax.while_loop(behind, add_chunk, cache)
+        return jax.lax.while_loop(behind, add_chunk, (cache, seen))

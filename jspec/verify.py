@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jspec import draws
+from jspec.draws import Law, Purpose, argmax
 from jspec.sampling import (
-    Purpose,
+    Prefix,
     Sampling,
-    argmax,
-    draw,
-    probs_from_logits,
-    uniform_draw,
+    by_kind,
+    draw_key,
+    inverse_temperature,
+    softmax,
 )
 
 
@@ -31,6 +33,10 @@ class Verdict(NamedTuple):
     """`[B]` int32 in 0..K; never counts the next token."""
     next_token: Array
     """`[B]` int32: recovered or bonus token."""
+    finite: Array
+    """`[B]` bool: no logits that it rests on are NaN or infinite."""
+    allowed: Array
+    """`[B]` bool: everywhere that it rests on, some token is allowed."""
 
 
 def verify(
@@ -40,7 +46,7 @@ def verify(
     *,
     target_logits: Array,
     sampling: Sampling,
-    positions: Array,
+    prefix: Prefix,
 ) -> Verdict:
     """Applies each row's rule to its drafts.
 
@@ -48,81 +54,88 @@ def verify(
       draft_tokens: `[B, K]` int32.
       draft_probs: `[B, K, V]`, the law each was really drawn from; None: each is certain.
       num_drafted: `[B]`, tokens of `draft_tokens` that count.
-      target_logits: `[B, K+1, V]`; entry j is for the position of draft j.
-      positions: `[B, K+1]`, absolute position of the token that entry j is for.
+      target_logits: `[B, K+1, V]`; entry j is for the place of draft j.
+      prefix: the tokens before the K + 1 places.
     """
-    with jax.named_scope("verify"):
-        drafted = jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]
-        return jax.lax.cond(
-            jnp.all(sampling.temperature == 0),
-            lambda: verify_exact_match(argmax(target_logits), draft_tokens, drafted),
-            lambda: _verify_soft(
-                draft_tokens, draft_probs, drafted, target_logits, sampling, positions
-            ),
+    drafted = jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]
+
+    def greedy(logits: Array) -> Verdict:
+        return _verdict(*verify_exact_match(argmax(logits), draft_tokens, drafted), logits)
+
+    def soft(logits: Array) -> Verdict:
+        scale = jnp.broadcast_to(inverse_temperature(sampling)[:, None], logits.shape[:2])
+        law = draws.law_of(logits, scale)
+        key = draw_key(sampling, prefix.positions, Purpose.TARGET)
+        coupled = verify_exact_match(draws.draw(law, key), draft_tokens, drafted)
+        rejection = verify_rejection(
+            law, draft_tokens, draft_probs, drafted, sampling, prefix.positions
         )
+        num_accepted, next_token = (
+            jnp.where(sampling.coupled, *pair) for pair in zip(coupled, rejection, strict=True)
+        )
+        return _verdict(num_accepted, next_token, logits)
+
+    with jax.named_scope("verify"):
+        return by_kind(target_logits, sampling, prefix, greedy=greedy, soft=soft)
 
 
-def _verify_soft(
+def _verdict(num_accepted: Array, next_token: Array, logits: Array) -> Verdict:
+    """Judges the places that were used: those of the accepted drafts and of the next token."""
+    unused = jnp.arange(logits.shape[1]) > num_accepted[:, None]
+    peaks = jnp.max(logits, axis=-1)
+    finite = jnp.all(unused | (peaks < jnp.inf), axis=1)  # not so for NaN
+    allowed = jnp.all(unused | (peaks != -jnp.inf), axis=1)
+    return Verdict(num_accepted, next_token, finite, allowed)
+
+
+def verify_exact_match(
+    target_tokens: Array, draft_tokens: Array, drafted: Array
+) -> tuple[Array, Array]:
+    """Keeps drafts while they equal the target's own tokens `[B, K+1]` (greedy and coupled).
+
+    Coupled: the target's token at a position is drawn with noise that is a function of
+    (seed, position); so the text does not depend on the drafts at all.
+    """
+    num_accepted = _leading_true(drafted & (draft_tokens == target_tokens[:, :-1]))
+    return num_accepted, jnp.take_along_axis(target_tokens, num_accepted[:, None], axis=1)[:, 0]
+
+
+def verify_rejection(
+    law: Law,
     draft_tokens: Array,
     draft_probs: Array | None,
     drafted: Array,
-    target_logits: Array,
     sampling: Sampling,
     positions: Array,
-) -> Verdict:
-    target_probs = probs_from_logits(target_logits, sampling)
-
-    def rejection() -> Verdict:
-        coins = uniform_draw(sampling.seed, positions[:, :-1], Purpose.ACCEPT)
-        num_accepted = count_accepted(draft_tokens, draft_probs, drafted, target_probs, coins)
-        law = residual_at(num_accepted, draft_tokens, draft_probs, drafted, target_probs)
-        where = jnp.take_along_axis(positions, num_accepted[:, None], axis=1)
-        return Verdict(num_accepted, draw(law[:, None], sampling, where, Purpose.TARGET)[:, 0])
-
-    def coupled() -> Verdict:
-        target_tokens = draw(target_probs, sampling, positions, Purpose.TARGET)
-        return verify_exact_match(target_tokens, draft_tokens, drafted)
-
-    def by_row() -> Verdict:
-        pairs = zip(coupled(), rejection(), strict=True)
-        return Verdict(*(jnp.where(sampling.coupled, a, b) for a, b in pairs))
-
-    # One rule for all rows is the usual case; only a mixed batch pays for both.
-    some, every = jnp.any(sampling.coupled), jnp.all(sampling.coupled)
-    kind = some.astype(jnp.int32) + every.astype(jnp.int32)
-    return jax.lax.switch(kind, (rejection, by_row, coupled))
-
-
-def verify_exact_match(target_tokens: Array, draft_tokens: Array, drafted: Array) -> Verdict:
-    """Keeps drafts while they equal the target's own tokens `[B, K+1]` (greedy and coupled).
-
-    Coupled: the target's token at a position is the argmax of log target + noise, noise a
-    function of (seed, position); so the text does not depend on the drafts at all.
-    """
-    num_accepted = _leading_true(drafted & (draft_tokens == target_tokens[:, :-1]))
-    next_token = jnp.take_along_axis(target_tokens, num_accepted[:, None], axis=1)[:, 0]
-    return Verdict(num_accepted, next_token)
+) -> tuple[Array, Array]:
+    """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1). `law` is the
+    target's, of K + 1 places; only that of the next token is written out."""
+    coins = draws.uniform(draw_key(sampling, positions[:, :-1], Purpose.ACCEPT))
+    padded = jnp.pad(draft_tokens, [(0, 0), (0, 1)])  # reading K of K + 1 places copies them
+    target_prob = draws.prob_of(law, padded)[:, :-1]
+    num_accepted = count_accepted(draft_tokens, draft_probs, drafted, target_prob, coins)
+    rows = jnp.arange(draft_tokens.shape[0])
+    target = softmax(law.logits[rows, num_accepted], law.scale[rows, num_accepted])
+    residual = residual_at(num_accepted, draft_tokens, draft_probs, drafted, target)
+    key = draw_key(sampling, positions[rows, num_accepted][:, None], Purpose.TARGET)
+    next_law = draws.law_of(jnp.log(residual)[:, None], jnp.ones((rows.size, 1), jnp.float32))
+    return num_accepted, draws.draw(next_law, key)[:, 0]
 
 
 def count_accepted(
     draft_tokens: Array,
     draft_probs: Array | None,
     drafted: Array,
-    target_probs: Array,
+    target_prob: Array,
     coins: Array,
 ) -> Array:
-    """`[B]`: drafts before the first with `coin * draft_prob >= target_prob`.
-
-    Leviathan et al., arXiv 2211.17192, algorithm 1, without the division. `coins` `[B, K]`.
-    """
-    token = jnp.maximum(draft_tokens, 0)[..., None]
-    target_prob = jnp.take_along_axis(target_probs[:, :-1], token, axis=2)[..., 0]
+    """`[B]`: drafts before the first with `coin * draft_prob >= target_prob`, the rule without a
+    division. `coins` and `target_prob` (of the drafts) are `[B, K]`."""
     if draft_probs is None:
-        accept = coins < target_prob
-    else:
-        draft_prob = jnp.take_along_axis(draft_probs, token, axis=2)[..., 0]
-        accept = coins * draft_prob < target_prob
-    return _leading_true(drafted & accept)
+        return _leading_true(drafted & (coins < target_prob))
+    token = jnp.maximum(draft_tokens, 0)[..., None]
+    draft_prob = jnp.take_along_axis(draft_probs, token, axis=2)[..., 0]
+    return _leading_true(drafted & (coins * draft_prob < target_prob))
 
 
 def residual_at(
@@ -130,16 +143,14 @@ def residual_at(
     draft_tokens: Array,
     draft_probs: Array | None,
     drafted: Array,
-    target_probs: Array,
+    target: Array,
 ) -> Array:
     """The law `[B, V]` of the next token, not normalised: max(target - draft, 0) at the first
-    rejection (arXiv 2211.17192, eq. 2), the target's own law where nothing was drafted."""
+    rejection (eq. 2), the target's own law `target` `[B, V]` where nothing was drafted."""
     B, K = draft_tokens.shape
-    rows = jnp.arange(B)
-    target = target_probs[rows, num_accepted]
     if K == 0:
         return target
-    at = jnp.minimum(num_accepted, K - 1)
+    rows, at = jnp.arange(B), jnp.minimum(num_accepted, K - 1)
     rejected = (num_accepted < K) & drafted[rows, at]
     if draft_probs is None:
         draft = jax.nn.one_hot(draft_tokens[rows, at], target.shape[-1], dtype=jnp.float32)

@@ -8,8 +8,10 @@ from tiny import (
     CONFIG,
     TARGET,
     TableDrafter,
+    counts_of,
     llama_params,
     markov,
+    rounds_of,
     rows_of,
     run,
     sampling,
@@ -17,7 +19,7 @@ from tiny import (
     uncached_greedy,
 )
 
-from jspec.decode import DecodeConfig, Finish, generate
+from jspec.decode import DecodeConfig, Finish
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.ngram import NgramDrafter
 from jspec.drafters.none import NoDrafter
@@ -51,7 +53,7 @@ def test_greedy_text_equals_an_uncached_reference(name, widths):
         assert row == uncached_greedy(TARGET, llama_params(0), prompt, n)
     assert np.all(np.asarray(state.finish) == Finish.LENGTH)
     if name == "ngram":
-        assert np.all(np.asarray(state.counters.accepted).sum(1) > 0), "nothing was speculated"
+        assert np.all(counts_of(state).accepted.sum(1) > 0), "nothing was speculated"
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -83,14 +85,14 @@ def test_a_perfect_drafter_is_always_fully_accepted(temperature, coupled):
     """Also in the round after a fully accepted one, where a stale draft cache would show."""
     rows = sampling(3, temperature=temperature, coupled=coupled)
     state = generated("draft model", draft_params=llama_params(0), settings=rows)
-    counters = jax.device_get(state.counters)
+    counters = counts_of(state)
     np.testing.assert_array_equal(counters.accepted, counters.drafted)
     assert counters.rounds.tolist() == [-(-n // 7) for n in MAX_TOKENS]
 
 
 def test_drafts_of_another_model_are_partly_rejected():
     near = jax.tree.map(lambda a, b: a + 0.05 * b, llama_params(0), llama_params(1))
-    counters = jax.device_get(generated("draft model", draft_params=near).counters)
+    counters = counts_of(generated("draft model", draft_params=near))
     assert 0 < counters.accepted.sum() < counters.drafted.sum()
 
 
@@ -152,12 +154,12 @@ def test_what_comes_first_wins():
 
 
 def test_counters_count_rounds_drafts_and_acceptances():
-    counters = counted(max_tokens=20).counters
+    counters = counts_of(counted(max_tokens=20))
     assert counters.rounds.tolist() == [4, 4]
     assert counters.drafted.tolist() == [[4] * 4] * 2
     assert counters.accepted.tolist() == [[4] * 4] * 2
     wrong_third = COUNTING.at[2].set(COUNTING[5])  # after 2 it says 6
-    counters = counted(max_tokens=8, table=wrong_third).counters
+    counters = counts_of(counted(max_tokens=8, table=wrong_third))
     # row 0: 1 2 | 3 fresh, then 4 5 6 7 8: two rounds
     assert counters.rounds.tolist()[0] == 2
     assert counters.accepted.tolist()[0] == [2, 2, 1, 1]
@@ -175,14 +177,14 @@ def test_logits_that_are_not_finite_end_the_row_before_they_are_used(bad):
 def test_a_finished_row_changes_no_more():
     state = counted(max_tokens=[3, 20])
     assert rows_of(state)[0] == [0, 1, 2, 3]
-    assert state.counters.rounds.tolist() == [1, 4]
+    assert state.log.rounds.tolist() == [1, 4]
 
 
 def test_one_program_a_shape_and_it_copies_neither_pages_nor_weights():
     config = DecodeConfig(TARGET, DraftModel(TARGET, V, 6), (2, 7), prefill_chunk=16)
     params = (llama_params(0), llama_params(1))
     state = start(config, PROMPTS[:2], max_tokens=5, capacity=208)
-    text = generate.lower(config, params, state, np.int32(9)).compile().as_text()
+    text = rounds_of.lower(config, params, state, np.int32(9)).compile().as_text()
     # What a loop carries is copied once on its way in where it is donated; nothing in a loop is.
     copied = set(re.findall(r"= \w+\[([\d,]+)\]\{[\d,]*\} copy\(", text))
     shapes = {
@@ -192,10 +194,10 @@ def test_one_program_a_shape_and_it_copies_neither_pages_nor_weights():
     }
     assert "26,16,2,8" in shapes
     assert not shapes & copied
-    before = generate._cache_size()
+    before = rounds_of._cache_size()
     for max_tokens in (3, 9):
         run(config, params, start(config, PROMPTS[:2], max_tokens=max_tokens, capacity=208))
-    assert generate._cache_size() == before + 1
+    assert rounds_of._cache_size() == before + 1
 
 
 def test_the_state_is_donated():

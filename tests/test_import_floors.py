@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[1]
 # named as well stands where it is named.
 FLOORS = (
     ("pallas_kernels",),
-    ("jspec.config", "jspec.sharding", "jspec.errors", "jspec.metrics"),
+    ("jspec.config", "jspec.sharding", "jspec.errors", "jspec.metrics", "jspec.draws"),
     ("jspec.params", "jspec.cache", "jspec.sampling", "jspec.rope"),
     ("checkpoints",),
-    ("jspec.attention", "jspec.verify", "jspec.tree"),
+    ("jspec.attention", "jspec.verify", "jspec.logprobs", "jspec.tree"),
     ("jspec.model",),
     ("jspec.prefill", "jspec.drafters.base"),
     ("jspec.drafters.ngram", "jspec.drafters.none", "jspec.drafters.draft_model"),

@@ -1,30 +1,37 @@
-"""The law of what is emitted is the target's own, whatever is drafted.
+"""The law of what is emitted is the target's own, whatever is drafted, for every setting.
 
-A Markov target over five tokens lets the joint law of the first three tokens be enumerated. Each
-case runs 20,000 rows, one seed a row, and compares counts by chi-square. The threshold lets a
-right engine fail once in 10,000 runs a case (scipy's quantile for the cells at hand).
+A Markov target over five tokens lets the joint law of the first three tokens be enumerated, by a
+reference that shares nothing with the engine (`reference.py`). One batch holds rows of all
+settings and both rules side by side, with prompts of different lengths and idle rows between
+them; each row has its own seed. Counts are compared by chi-square, at a threshold that a right
+engine exceeds once in 100,000 comparisons (there are some 500 here). Seeds and examples are
+fixed, so a run says the same every time.
 """
 
-import itertools
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
-from tiny import TableDrafter, markov, rows_of, run, sampling, start
+from tiny import TableDrafter, markov, run, sampling, start
 
 from jspec.decode import DecodeConfig
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.ngram import NgramDrafter
 from jspec.drafters.none import NoDrafter
-from jspec.sampling import probs_from_logits
 
-V, ROWS, NUM_TOKENS = 5, 20_000, 3
-PROMPT = [1, 2, 1]
+V, NUM_TOKENS = 5, 3
+PROMPTS = [[1, 2, 1], [3], [0, 4, 0, 4, 0]]
 RNG = np.random.default_rng(5)
 TARGET = jnp.asarray(RNG.normal(size=(V, V)) * 1.5, jnp.float32)
 NEAR = TARGET + jnp.asarray(RNG.normal(size=(V, V)), jnp.float32)
 OUTSIDE = jnp.where(jnp.arange(V) < 2, -jnp.inf, NEAR)  # never drafts 0 or 1
+TABLE = np.asarray(TARGET, np.float64)
+NO = -np.inf
 
 SETTINGS = {
     "plain": {"temperature": 1.0},
@@ -32,7 +39,30 @@ SETTINGS = {
     "top_k": {"temperature": 1.0, "top_k": 3},
     "top_p": {"temperature": 0.9, "top_p": 0.8},
     "min_p": {"temperature": 1.2, "min_p": 0.15},
-    "all": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
+    "filters": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
+    "repetition": {"temperature": 1.0, "repetition_penalty": 2.0},
+    "presence": {"temperature": 1.0, "presence_penalty": 1.5},
+    "frequency": {"temperature": 1.3, "frequency_penalty": -1.0},
+    "bias": {"temperature": 1.0, "bias": (0.0, 2.0, 0.0, -1.0, 0.5)},
+    "allowed": {"temperature": 1.0, "bias": (0.0, 0.0, NO, NO, NO)},  # OUTSIDE cannot draft
+    "bad words": {"temperature": 1.5, "bad_words": ((-1, -1, 2), (-1, 3, 1), (1, 3, 3))},
+    "min tokens": {"temperature": 1.5, "stop_ids": (0, 2), "min_tokens": 2},
+    "stop": {"temperature": 1.5, "stop_ids": (1,)},
+    "everything": {
+        "temperature": 1.1,
+        "top_k": 4,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "bias": (0.5, 0.0, 1.0, NO, 0.0),
+        "bad_words": ((-1, 0, 2),),
+        "stop_ids": (4,),
+        "min_tokens": 1,
+    },
+    "greedy": {"temperature": 0.0},
+    "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 3.0, "top_p": 0.5},
 }
 DRAFTERS = {
     "none": (NoDrafter(), ()),
@@ -47,54 +77,162 @@ DRAFTERS = {
 }
 
 
-def enumerated(settings) -> np.ndarray:
-    """`[V, V, V]`: the target's joint law of the first three tokens."""
-    law = np.asarray(probs_from_logits(TARGET[:, None], sampling(V, **settings)))[:, 0]
-    joint = np.zeros((V,) * NUM_TOKENS)
-    for tokens in itertools.product(range(V), repeat=NUM_TOKENS):
-        path = [PROMPT[-1], *tokens]
-        joint[tokens] = np.prod([law[a, b] for a, b in itertools.pairwise(path)])
-    return joint
+@functools.cache
+def joint_law(prompt, wanted):
+    return reference.joint_law(TABLE, prompt, NUM_TOKENS, **dict(wanted))
 
 
-def chi_square(counts: np.ndarray, law: np.ndarray) -> tuple[float, float]:
-    """The statistic and the value that a right engine exceeds once in 10,000 runs.
+def padded(words, shape):
+    """Tokens at the end of each row, -1 before them."""
+    out = np.full(shape, -1)
+    for row, word in zip(out, words, strict=False):
+        row[len(row) - len(word) :] = word
+    return out
 
-    Cells expected fewer than five times are pooled.
-    """
-    expected = law * counts.sum()
-    assert counts[expected == 0].sum() == 0, "a token outside the target's support was emitted"
+
+def columns(groups):
+    """Engine settings of one row a group, from those of the reference."""
+    plain = {"top_p": 1.0, "repetition_penalty": 1.0, "bias": (0.0,) * V}
+    names = sorted({name for group in groups for name in group})
+    rows = {}
+    for name in names:
+        values = [group.get(name, plain.get(name, 0)) for group in groups]
+        if name == "bad_words":
+            values = [padded(v or (), (3, 3)) for v in values]
+        if name == "stop_ids":
+            values = [padded([v or ()], (1, 2))[0] for v in values]
+        rows[name] = np.array(values)
+    return rows
+
+
+def emitted(drafter, params, groups, rows_a_group, coupled):
+    """`[groups, rows_a_group, 3]` tokens of a batch in which the groups' rows take turns. A
+    stopped row is filled up with its stop token, an idle group's rows with their prompt's last."""
+    G = len(groups)
+    prompts = [PROMPTS[g % len(PROMPTS)] for g in range(G)] * rows_a_group
+
+    def tiled(x):
+        return np.concatenate([x] * rows_a_group)
+
+    rows = {name: tiled(x) for name, x in columns(groups).items()}
+    idle, min_tokens = (rows.pop(name, tiled(np.zeros(G))) for name in ("idle", "min_tokens"))
+    stop_ids = rows.pop("stop_ids", np.full((len(prompts), 1), -1))
+    config = DecodeConfig(markov(V), drafter, (4,))
+    state = start(
+        config,
+        prompts,
+        max_tokens=np.where(idle, 0, NUM_TOKENS),
+        min_tokens=min_tokens,
+        settings=sampling(len(prompts), vocab_size=V, coupled=tiled(coupled), **rows),
+        stop_ids=stop_ids,
+        capacity=16,
+    )
+    state = run(config, (TARGET, params), state)
+    tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
+    starts = np.array([len(prompt) for prompt in prompts])
+    place = np.minimum(starts[:, None] + np.arange(NUM_TOKENS), lengths[:, None] - 1)
+    out = np.take_along_axis(tokens, place, axis=1)
+    return out.reshape(rows_a_group, G, NUM_TOKENS).transpose(1, 0, 2)
+
+
+def excess(tokens, law):
+    """By how much the statistic of `[rows, 3]` tokens exceeds what a right engine exceeds once in
+    100,000 comparisons. Cells expected fewer than five times are pooled."""
+    counts = np.zeros((V,) * NUM_TOKENS)
+    np.add.at(counts, tuple(tokens.T), 1)
+    expected = law * len(tokens)
+    if counts[expected == 0].sum():
+        return np.inf  # outside the target's support
     large = expected >= 5
     cells = np.append(counts[large], counts[~large].sum())
     wanted = np.append(expected[large], expected[~large].sum())
-    keep = wanted > 0
-    statistic = ((cells[keep] - wanted[keep]) ** 2 / wanted[keep]).sum()
-    return float(statistic), float(stats.chi2.ppf(1 - 1e-4, keep.sum() - 1))
+    kept = wanted > 0
+    statistic = ((cells[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
+    freedom = kept.sum() - 1
+    return statistic - (stats.chi2.ppf(1 - 1e-5, freedom) if freedom else 1e-6)
 
 
-def emitted(drafter, params, settings, coupled) -> np.ndarray:
-    """`[ROWS, 3]` tokens; the last row's padding and mixed seeds come with the batch."""
-    config = DecodeConfig(markov(V), drafter, (4,))
-    rows = sampling(ROWS, coupled=coupled, **settings)
-    state = start(config, [PROMPT] * ROWS, max_tokens=NUM_TOKENS, settings=rows, capacity=16)
-    return np.array(rows_of(run(config, (TARGET, params), state)))[:, len(PROMPT) :]
+def wrong_groups(drafter, groups, rows_a_group, coupled):
+    """The numbers of the groups whose law is not the target's."""
+    tokens = emitted(*DRAFTERS[drafter], groups, rows_a_group, np.asarray(coupled))
+    wrong = []
+    for g, group in enumerate(groups):
+        prompt = PROMPTS[g % len(PROMPTS)]
+        if group.get("idle"):
+            right = np.all(tokens[g] == prompt[-1])
+        else:
+            law = joint_law(tuple(prompt), tuple(sorted(group.items())))
+            right = excess(tokens[g], law) < 0
+        wrong += [] if right else [g]
+    return wrong
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_joint_law_in_a_mixed_batch(drafter):
+    """Every setting under both rules, idle rows (which have settings, too) between them."""
+    names = [name for name in SETTINGS for _ in range(2)]
+    groups = [SETTINGS[name] for name in names]
+    coupled = [False, True] * len(SETTINGS)
+    for place in (3, 11, 20):
+        groups.insert(place, SETTINGS["everything"] | {"idle": 1})
+        coupled.insert(place, False)
+        names.insert(place, "idle")
+    wrong = wrong_groups(drafter, groups, 6_000, coupled)
+    assert [(names[g], "coupled" if coupled[g] else "rejection") for g in wrong] == []
 
 
 @pytest.mark.parametrize("coupled", [False, True], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_joint_law_of_three_tokens(drafter, settings, coupled):
-    tokens = emitted(*DRAFTERS[drafter], SETTINGS[settings], coupled)
-    counts = np.zeros((V,) * NUM_TOKENS)
-    np.add.at(counts, tuple(tokens.T), 1)
-    statistic, threshold = chi_square(counts, enumerated(SETTINGS[settings]))
-    assert statistic < threshold
+def test_joint_law_where_no_row_asks_for_anything(drafter, coupled):
+    """Such batches take a shorter way through the sampler."""
+    groups = [SETTINGS["plain"], SETTINGS["warm"], SETTINGS["plain"] | {"idle": 1}]
+    assert wrong_groups(drafter, groups, 15_000, [coupled] * 3) == []
 
 
-def test_the_test_sees_a_wrong_law():
-    """The counts of one setting are rejected for another close to it."""
-    tokens = emitted(*DRAFTERS["none"], SETTINGS["plain"], False)
-    counts = np.zeros((V,) * NUM_TOKENS)
-    np.add.at(counts, tuple(tokens.T), 1)
-    statistic, threshold = chi_square(counts, enumerated({"temperature": 1.06}))
-    assert statistic > threshold
+def some(strategy, plain):
+    return st.one_of(st.just(plain), strategy)
+
+
+@st.composite
+def any_settings(draw):
+    """Settings under which some token is always left: bad words are pairs, and tokens 3 and 4 are
+    neither stops nor forbidden."""
+    pairs = st.tuples(st.integers(0, V - 1), st.integers(0, 2)).map(lambda w: (-1, *w))
+    no = st.sampled_from([0.0, 1.0, -1.0, NO])
+    return {
+        "temperature": draw(st.sampled_from([0.0, 0.6, 1.0, 1.4, 2.0])),
+        "top_k": draw(some(st.integers(1, V), 0)),
+        "top_p": draw(some(st.sampled_from([0.4, 0.75, 0.95]), 1.0)),
+        "min_p": draw(some(st.sampled_from([0.02, 0.2, 0.6]), 0.0)),
+        "repetition_penalty": draw(some(st.sampled_from([0.6, 1.4, 3.0]), 1.0)),
+        "presence_penalty": draw(some(st.sampled_from([-1.0, 1.0, 2.0]), 0.0)),
+        "frequency_penalty": draw(some(st.sampled_from([-0.7, 0.7, 2.0]), 0.0)),
+        "bias": draw(some(st.tuples(no, no, no, st.just(0.0), st.just(0.5)), (0.0,) * V)),
+        "bad_words": draw(some(st.tuples(pairs, pairs), ())),
+        "stop_ids": draw(some(st.tuples(st.integers(0, 2)), ())),
+        "min_tokens": draw(st.integers(0, 3)),
+    }
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([name for name in DRAFTERS if name != "none"]),
+    st.lists(st.tuples(any_settings(), st.booleans()), min_size=8, max_size=8),
+)
+def test_joint_law_of_any_settings(drafter, rows):
+    groups, coupled = zip(*rows, strict=True)
+    wrong = wrong_groups(drafter, list(groups), 4_000, coupled)
+    assert [(drafter, groups[g], coupled[g]) for g in wrong] == []
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_test_sees_a_wrong_law(name):
+    """Counts of one setting are not those of one close to it."""
+    near = {
+        "temperature": max(SETTINGS[name]["temperature"] * 1.3, 0.5),
+        "stop_ids": SETTINGS[name].get("stop_ids", ()),
+    }
+    tokens = emitted(*DRAFTERS["none"], [SETTINGS[name]], 6_000, np.array([False]))[0]
+    assert excess(tokens, joint_law(tuple(PROMPTS[0]), tuple(SETTINGS[name].items()))) < 0
+    other = SETTINGS[name] | near
+    assert excess(tokens, joint_law(tuple(PROMPTS[0]), tuple(other.items()))) > 0

@@ -2,15 +2,23 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import sampling
 
+from jspec.sampling import chain_prefix
 from jspec.verify import count_accepted, residual_at, verify, verify_exact_match
 
 LAW = jnp.array([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]])
 
 
+def places(drafts):
+    """Behind a text of one token."""
+    ones = jnp.ones((drafts.shape[0],), jnp.int32)
+    return chain_prefix(ones[:, None], ones, drafts)
+
+
 def accepted(tokens, probs, coins, drafted=2):
     flags = jnp.arange(2) < drafted
+    target_prob = LAW[:, [0, 1], tokens]
     return count_accepted(
-        jnp.array([tokens]), probs, flags[None], LAW, jnp.array([coins], jnp.float32)
+        jnp.array([tokens]), probs, flags[None], target_prob, jnp.array([coins], jnp.float32)
     ).tolist()
 
 
@@ -39,7 +47,7 @@ def residual(num_accepted, probs, tokens=(0, 3), drafted=2):
         jnp.array([tokens]),
         probs,
         (jnp.arange(2) < drafted)[None],
-        LAW,
+        LAW[:, num_accepted],
     )[0]
 
 
@@ -52,13 +60,13 @@ def test_residual_is_the_positive_part_of_the_difference():
 
 
 def test_exact_match_keeps_the_leading_equal_tokens():
-    verdict = verify_exact_match(
+    num_accepted, next_token = verify_exact_match(
         jnp.array([[5, 6, 7], [5, 6, 7], [5, 6, 7]]),
         jnp.array([[5, 6], [4, 6], [5, 9]]),
         jnp.full((3, 2), True),
     )
-    assert verdict.num_accepted.tolist() == [2, 0, 1]
-    assert verdict.next_token.tolist() == [7, 5, 6]
+    assert num_accepted.tolist() == [2, 0, 1]
+    assert next_token.tolist() == [7, 5, 6]
 
 
 def test_rows_of_one_batch_follow_their_own_rule():
@@ -67,7 +75,6 @@ def test_rows_of_one_batch_follow_their_own_rule():
     logits = jnp.asarray(rng.normal(size=(3, 3, 11)), jnp.float32)
     tokens = jnp.asarray(np.argmax(logits[:, :2], axis=-1), jnp.int32)
     probs = jnp.asarray(rng.dirichlet(np.ones(11), size=(3, 2)), jnp.float32)
-    positions = jnp.tile(jnp.arange(3), (3, 1))
     rows = {"temperature": [0.0, 1.0, 1.0], "coupled": [False, False, True]}
 
     def decide(which, **rows):
@@ -76,8 +83,8 @@ def test_rows_of_one_batch_follow_their_own_rule():
             probs[which],
             jnp.full((len(which),), 2),
             target_logits=logits[which],
-            sampling=sampling(len(which), seed=which, **rows),
-            positions=positions[which],
+            sampling=sampling(len(which), vocab_size=11, seed=which, **rows),
+            prefix=places(tokens[which]),
         )
 
     together = decide(np.arange(3), **rows)
@@ -96,7 +103,7 @@ def test_only_what_was_drafted_is_verified():
             None,
             jnp.array([1]),
             target_logits=logits,
-            sampling=sampling(1, temperature=temperature, coupled=coupled),
-            positions=jnp.arange(3)[None],
+            sampling=sampling(1, vocab_size=2, temperature=temperature, coupled=coupled),
+            prefix=places(jnp.array([[1, 0]])),
         )
         assert (verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ([1], [0])

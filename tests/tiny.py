@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from jax import Array
 from jspec import cache as cache_lib
 from jspec.cache import Cache, CacheSpec
 from jspec.config import ModelConfig
-from jspec.decode import DecodeConfig, DecodeState, generate, init_state
-from jspec.drafters.base import Context, Draft
+from jspec.decode import DecodeConfig, DecodeState, init_state, read_prompts, run_rounds
+from jspec.drafters.base import Context, Draft, draft_token, drafted_before
+from jspec.draws import argmax
 from jspec.model import Model, Output, llama
 from jspec.params import Params, init_params
-from jspec.sampling import Purpose, Sampling, draw, probs_from_logits
+from jspec.sampling import Sampling, neutral
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -40,38 +41,31 @@ def llama_params(seed: int, dtype: Any = jnp.float32, config: ModelConfig = CONF
     return jax.tree.map(lambda x: (x * (8 if x.ndim > 1 else 1)).astype(dtype), params)
 
 
-def sampling(
-    rows: int,
-    *,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
-    seed: Sequence[int] | None = None,
-    coupled: bool | Sequence[bool] = False,
-) -> Sampling:
-    """Settings of `rows` rows; a scalar goes for all, seeds are 0, 1, ... unless given."""
-
-    def column(value: Any, dtype: Any) -> Array:
-        return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
-
-    return Sampling(
-        temperature=column(temperature, jnp.float32),
-        top_k=column(top_k, jnp.int32),
-        top_p=column(top_p, jnp.float32),
-        min_p=column(min_p, jnp.float32),
-        seed=column(np.arange(rows) if seed is None else seed, jnp.uint32),
-        coupled=column(coupled, jnp.bool_),
-    )
+def sampling(rows: int, *, vocab_size: int = CONFIG.vocab_size, **settings: Any) -> Sampling:
+    """Settings of `rows` rows; a scalar goes for all, seeds are 0, 1, ... unless given. `biased`
+    need not be given with `bias`."""
+    values = {"seed": np.arange(rows)} | settings
+    plain = neutral(rows, vocab_size)
+    if "bias" in values:
+        values["biased"] = np.any(np.broadcast_to(values["bias"], plain.bias.shape) != 0, axis=1)
+    columns = {}
+    for name, value in values.items():
+        like = getattr(plain, name)
+        free = like.ndim - 1 if name in ("bad_words", "stop_ids") else 0  # of any size
+        value = np.asarray(value, like.dtype)
+        shape = (rows, *value.shape[value.ndim - free :]) if free else like.shape
+        columns[name] = jnp.asarray(np.broadcast_to(value, shape))
+    return plain.replace(**columns)
 
 
 def start(
     config: DecodeConfig,
     prompts: Sequence[Sequence[int]],
     *,
-    max_tokens: int | Sequence[int],
+    max_tokens: Any,
     settings: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Any = (),
+    min_tokens: Any = 0,
     capacity: int = 128,
     dtype: Any = jnp.float32,
 ) -> DecodeState:
@@ -81,22 +75,51 @@ def start(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     lengths = np.array([len(p) for p in prompts], np.int32)
-    stops = np.tile(np.array([*stop_ids, -1], np.int32), (rows, 1))
+    stops = np.asarray(stop_ids, np.int32)
+    if stops.ndim == 1:  # of all rows
+        stops = np.tile(np.append(stops, np.int32(-1)), (rows, 1))
+    if settings is None:
+        settings = sampling(rows, vocab_size=config.model.vocab_size)
     return init_state(
         config,
         tokens=tokens,
         lengths=lengths,
         max_lengths=(lengths + np.asarray(max_tokens)).astype(np.int32),
-        stop_ids=stops,
-        sampling=sampling(rows) if settings is None else settings,
+        sampling=settings.replace(
+            stop_ids=jnp.asarray(stops),
+            prompt_lengths=jnp.asarray(lengths),
+            min_lengths=jnp.asarray(lengths + np.asarray(min_tokens, np.int32)),
+        ),
         page_size=16,
         dtype=dtype,
     )
 
 
+read = jax.jit(read_prompts, static_argnums=0, donate_argnums=2)
+rounds_of = jax.jit(run_rounds, static_argnums=0, donate_argnums=2)
+
+
 def run(config: DecodeConfig, params: Any, state: DecodeState, rounds: int = 1000) -> DecodeState:
     """The whole generation, or its first rounds."""
-    return generate(config, params, state, np.int32(rounds))
+    return rounds_of(config, params, read(config, params, state), np.int32(rounds))
+
+
+class Counts(NamedTuple):
+    """What a batch has cost, on the host."""
+
+    rounds: np.ndarray  # [B]
+    drafted: np.ndarray  # [B, K], by position in the draft
+    accepted: np.ndarray  # [B, K]
+
+
+def counts_of(state: DecodeState) -> Counts:
+    log = jax.device_get(state.log)
+    places = np.arange(max(int(log.drafted.max()), 1))
+    done = np.arange(log.drafted.shape[1])[:, None] < log.rounds[:, None, None]
+    drafted, accepted = (
+        np.sum((places < x[..., None]) & done, axis=1) for x in (log.drafted, log.accepted)
+    )
+    return Counts(log.rounds, drafted, accepted)
 
 
 def rows_of(state: DecodeState) -> list[list[int]]:
@@ -155,21 +178,21 @@ class TableDrafter:
         return state
 
     def propose(self, params: Array, state: tuple[()], context: Context) -> tuple[Draft, tuple[()]]:
-        last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-        tokens, laws = [], []
-        purpose = jnp.where(context.sampling.coupled, Purpose.TARGET, Purpose.DRAFT)
+        last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
+        drafts = jnp.zeros((last.size, self.num_speculative_tokens), jnp.int32)
+        laws = []
         for i in range(self.num_speculative_tokens):
-            logits = params[last]
-            law = probs_from_logits(logits, context.sampling)
-            where = context.lengths[:, None] + i
-            last = draw(law, context.sampling, where, purpose)
+            logits, law = params[last], None
             if self.deterministic:
-                last = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            tokens.append(last)
+                last = argmax(logits)
+            else:
+                last, law = draft_token(logits, context, drafts, i)
+            drafts = drafts.at[:, i].set(last)
             laws.append(law)
-        probs = None if self.deterministic else jnp.concatenate(laws, axis=1)
-        drafted = jnp.full_like(context.lengths, self.num_speculative_tokens)
-        return Draft(jnp.concatenate(tokens, axis=1), probs, drafted), state
+        if self.deterministic:
+            return Draft(drafts, None, jnp.full_like(last, drafts.shape[1])), state
+        laws = jnp.stack(laws, axis=1)
+        return Draft(drafts, laws, drafted_before(laws)), state
 
 
 TARGET = llama(CONFIG)

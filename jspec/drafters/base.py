@@ -8,9 +8,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import flax.struct
+import jax
+import jax.numpy as jnp
 from jax import Array
 
-from jspec.sampling import Sampling
+from jspec import draws
+from jspec.draws import Purpose, argmax
+from jspec.sampling import Prefix, Sampling, by_kind, draw_key, inverse_temperature, softmax
 
 
 class Draft(NamedTuple):
@@ -19,7 +23,7 @@ class Draft(NamedTuple):
     tokens: Array
     """`[B, K]` int32; entries from `num_drafted` on mean nothing."""
     probs: Array | None
-    """`[B, K, V]`: the law each token was really drawn from, after temperature and filters.
+    """`[B, K, V]`: the law each token was really drawn from, after all of the row's settings.
     None: the drafter is deterministic, each token certain."""
     num_drafted: Array
     """`[B]` int32 in 0..K."""
@@ -68,3 +72,41 @@ class Drafter(Protocol):
         """Learns that `num_emitted` `[B]` tokens (0..K+1) were committed after the proposal:
         the accepted drafts and the next token, as far as no stop rule cut them."""
         ...
+
+
+def draft_token(
+    logits: Array, context: Context, drafts: Array, index: Array | int
+) -> tuple[Array, Array]:
+    """Draft number `index` from `[B, V]` logits: a token `[B]` and the law `[B, V]` that it was
+    drawn from, by the same settings as the target's. `drafts` `[B, K]` holds those before it.
+
+    A law of zeros says that the settings forbid every token that the logits know: the row must
+    not draft here (see `drafted_before`).
+    """
+    sampling = context.sampling
+    place = Prefix(
+        tokens=context.tokens,
+        lengths=context.lengths,
+        drafts=drafts[:, None],
+        depths=jnp.full((1,), index, jnp.int32),
+    )
+    scale = inverse_temperature(sampling)[:, None]
+
+    def greedy(logits: Array) -> tuple[Array, Array]:
+        token = argmax(logits)
+        return token, jax.nn.one_hot(token, logits.shape[-1], dtype=jnp.float32)
+
+    def soft(logits: Array) -> tuple[Array, Array]:
+        # Under the coupled rule the draft uses the target's own noise: equal laws, equal tokens.
+        purpose = jnp.where(sampling.coupled, Purpose.TARGET, Purpose.DRAFT)
+        key = draw_key(sampling, place.positions, purpose)
+        return draws.draw(draws.law_of(logits, scale), key), softmax(logits, scale)
+
+    token, law = by_kind(logits[:, None], sampling, place, greedy=greedy, soft=soft)
+    return token[:, 0], law[:, 0]
+
+
+def drafted_before(laws: Array) -> Array:
+    """`[B]`: drafts before the first whose law, of `[B, K, V]`, is all zeros."""
+    some = jnp.any(laws > 0, axis=-1).astype(jnp.int32)
+    return jnp.sum(jnp.cumprod(some, axis=1), axis=1, dtype=jnp.int32)

@@ -21,10 +21,9 @@ from jax import Array
 
 from jspec import cache as cache_lib
 from jspec.cache import Cache
-from jspec.drafters.base import Context, Draft
+from jspec.drafters.base import Context, Draft, draft_token, drafted_before
 from jspec.model import Model
 from jspec.prefill import prefill
-from jspec.sampling import Purpose, draw, probs_from_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +45,8 @@ class DraftModel:
         return cache.replace(lengths=cache.lengths - 1)
 
     def prefill(self, params: Any, state: Cache, context: Context) -> Cache:
-        return prefill(
-            self.model, params, state, context.tokens, context.lengths - 2, chunk=self.prefill_chunk
-        )
+        upto, chunk = context.lengths - 2, self.prefill_chunk
+        return prefill(self.model, params, state, context.tokens, upto, chunk=chunk)[0]
 
     def propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:
         with jax.named_scope("draft"):
@@ -58,26 +56,24 @@ class DraftModel:
         return cache_lib.commit(state, num_emitted)
 
     def _propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:
-        K, sampling = self.num_speculative_tokens, context.sampling
-        # Under the coupled rule the draft uses the target's own noise: equal laws, equal tokens.
-        purpose = jnp.where(sampling.coupled, Purpose.TARGET, Purpose.DRAFT)
+        K = self.num_speculative_tokens
 
-        def step(carry: tuple[Array, Cache], i: Array) -> tuple[Any, tuple[Array, Array]]:
-            pair, cache = carry
+        def step(carry: tuple[Array, Array, Cache], i: Array) -> tuple[Any, Array]:
+            pair, drafts, cache = carry
             out = self.model.forward(params, pair, cache)
-            logits = fit_vocabulary(out.logits[:, 1:], self.vocab_size)
-            law = probs_from_logits(logits, sampling)
-            token = draw(law, sampling, context.lengths[:, None] + i, purpose)
-            pair = jnp.concatenate([pair[:, 1:], token], axis=1)
+            logits = fit_vocabulary(out.logits[:, 1], self.vocab_size)
+            token, law = draft_token(logits, context, drafts, i)
+            pair = jnp.stack([pair[:, 1], token], axis=1)
             cache = out.cache.replace(in_flight=cache.in_flight + 1)
-            return (pair, cache), (token[:, 0], law[:, 0])
+            return (pair, drafts.at[:, i].set(token), cache), law
 
         where = context.lengths[:, None] + jnp.array([-2, -1])
         pair = jnp.take_along_axis(context.tokens, jnp.maximum(where, 0), axis=1)
         block = cache_lib.open_block(state, K + 1).replace(in_flight=jnp.int32(0))
-        (_, state), (tokens, laws) = jax.lax.scan(step, (pair, block), jnp.arange(K))
-        num_drafted = jnp.full_like(context.lengths, K)
-        return Draft(tokens.T, laws.transpose(1, 0, 2), num_drafted), state
+        nothing = jnp.zeros((pair.shape[0], K), jnp.int32)
+        (_, drafts, state), laws = jax.lax.scan(step, (pair, nothing, block), jnp.arange(K))
+        laws = laws.transpose(1, 0, 2)
+        return Draft(drafts, laws, drafted_before(laws)), state
 
 
 def fit_vocabulary(logits: Array, vocab_size: int) -> Array:

@@ -1,11 +1,14 @@
 """Runs batches of requests through the compiled loop. Host only; knows nothing of text.
 
-Shapes are bucketed (rows, capacity, stop tokens), so few programs are compiled, each once.
+Shapes are bucketed (prompts, rows, capacity, stop tokens, bad words), so few programs are
+compiled, each once. A batch's prompts are read one row each; then the state is forked into the
+rows that go on from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,25 +17,31 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jspec.decode import DecodeConfig, DecodeState, Finish, init_state, run_rounds, state_specs
-from jspec.engine.requests import SamplingParams
+from jspec.decode import (
+    DecodeConfig,
+    DecodeState,
+    Finish,
+    cut,
+    fork,
+    init_state,
+    read_prompts,
+    read_scored_prompts,
+    run_rounds,
+    state_specs,
+)
+from jspec.engine.settings import Request, sampling_of
 from jspec.errors import JspecError
+from jspec.logprobs import TokenLogprobs
 from jspec.metrics import Metrics
 from jspec.params import is_spec
-from jspec.sampling import Sampling
+from jspec.sampling import LogitsProcessor
 from jspec.sharding import tree_shardings
 
-PAD_TOKEN = -1
 ALL_ROUNDS = np.iinfo(np.int32).max
 
-
-class Request(NamedTuple):
-    """One row's worth of work."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
-    seed: int
+Watch = Callable[[int, list[int], Finish], int | None]
+"""Called as (row, new tokens, finish) after a burst; says how many of the row's generated tokens
+to keep if it must end, which drops the others as if they had never been."""
 
 
 class Progress(NamedTuple):
@@ -42,6 +51,15 @@ class Progress(NamedTuple):
     """All generated so far."""
     finish: Finish
     metrics: Metrics
+    logprobs: TokenLogprobs | None
+    """numpy arrays `[S]` and `[S, N]` by absolute position, if anyone in the batch asked."""
+
+
+class Shape(NamedTuple):
+    """Rows that a batch is compiled for."""
+
+    prompts: int
+    rows: int
 
 
 @dataclasses.dataclass
@@ -53,6 +71,7 @@ class BatchRunner:
     """(target, drafter's)."""
     dtype: Any
     """Of keys and values."""
+    processor: LogitsProcessor | None = None
     page_size: int = 16
     min_capacity: int = 512
     """Capacities are powers of two from here up. Cost follows the length, not the capacity."""
@@ -62,118 +81,181 @@ class BatchRunner:
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def run(
-        self, requests: Sequence[Request], *, rows: int, burst_rounds: Sequence[int] = ()
+        self,
+        requests: Sequence[Request],
+        *,
+        shape: Shape,
+        burst_rounds: Sequence[int] = (),
+        watch: Watch = lambda *_: None,
     ) -> Iterator[list[Progress]]:
-        """Yields the rows' progress after each burst, the last when all have finished.
+        """Yields the progress of all rows (one for each seed of each request, in order) after
+        each burst, the last when all have finished.
 
-        `rows` >= len(requests) is the compiled batch size. The bursts take `burst_rounds` rounds
-        in turn, the last entry again and again; none: everything in one.
+        The bursts take `burst_rounds` rounds in turn, the last entry again and again; none:
+        everything in one.
         """
-        state = self._init(requests, rows)
-        program = self._program(state)
-        start = time.perf_counter()
-        state = jax.block_until_ready(program(self.params, state, np.int32(0)))
-        prefill_seconds = time.perf_counter() - start
-        decode_seconds, burst = 0.0, 0
+        state, seconds = self._start(requests, shape)
+        reader = _Reader(requests, self.config, seconds)
+        burst = 0
         while True:
             rounds = burst_rounds[min(burst, len(burst_rounds) - 1)] if burst_rounds else ALL_ROUNDS
-            start = time.perf_counter()
-            state = jax.block_until_ready(program(self.params, state, np.int32(rounds)))
-            decode_seconds += time.perf_counter() - start
+            state, seconds = self._run(run_rounds, self.params, state, np.int32(rounds))
+            reader.decode_seconds += seconds
             burst += 1
-            progress = _read(requests, state, prefill_seconds, decode_seconds)
-            yield progress
-            if all(row.finish != Finish.RUNNING for row in progress):
+            keep = reader.read(state, watch)
+            if keep is not None:
+                state, _ = self._run(cut, state, keep, reader.finish)
+            yield reader.progress()
+            if np.all(reader.finish != Finish.RUNNING):
                 return
 
-    def _init(self, requests: Sequence[Request], rows: int) -> DecodeState:
+    def _start(self, requests: Sequence[Request], shape: Shape) -> tuple[DecodeState, float]:
+        """The state of all rows with their prompts read, and how long that took."""
+        state = self._init(requests, shape)
+        scored = any(r.params.prompt_logprobs is not None for r in requests)
+        read = read_scored_prompts if scored else read_prompts
+        state, seconds = self._run(read, self.params, state)
+        parent = [i for i, request in enumerate(requests) for _ in request.seeds]
+        if len(parent) == len(requests) and shape.prompts == shape.rows:
+            return state, seconds
+        idle = np.arange(shape.rows) >= len(parent)
+        parent += range(len(requests), shape.prompts)  # idle rows go on from idle rows first
+        parent += [0] * (shape.rows - len(parent))
+        sampling = self._sampling(requests, shape.rows)
+        state, more = self._run(fork, state, np.array(parent, np.int32), idle, sampling)
+        return state, seconds + more
+
+    def _init(self, requests: Sequence[Request], shape: Shape) -> DecodeState:
+        """A row for each prompt; rows without one are born finished."""
         longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
         capacity = max(self.min_capacity, 1 << (longest - 1).bit_length())
-        arrays = _request_arrays(requests, rows, capacity)
-        state = init_state(self.config, **arrays, page_size=self.page_size, dtype=self.dtype)
+        tokens = np.zeros((shape.prompts, capacity), np.int32)
+        lengths, max_lengths = np.ones((2, shape.prompts), np.int32)
+        for i, request in enumerate(requests):
+            lengths[i] = len(request.prompt)
+            max_lengths[i] = lengths[i] + request.params.max_tokens
+            tokens[i, : lengths[i]] = request.prompt
+        first_rows = [r._replace(seeds=r.seeds[:1]) for r in requests]
+        state = init_state(
+            self.config,
+            tokens=tokens,
+            lengths=lengths,
+            max_lengths=max_lengths,
+            sampling=self._sampling(first_rows, shape.prompts),
+            page_size=self.page_size,
+            dtype=self.dtype,
+        )
         if self.mesh is None:
             return state
         return jax.device_put(state, tree_shardings(self.mesh, state_specs(state), is_spec))
 
-    def _program(self, state: DecodeState) -> Any:
-        """The compiled loop for the shapes of `state`."""
-        leaves, treedef = jax.tree.flatten(state)
-        key = (treedef, tuple((x.shape, x.dtype) for x in leaves))
+    def _sampling(self, requests: Sequence[Request], rows: int) -> Any:
+        vocab_size = self.config.model.vocab_size
+        return sampling_of(requests, rows=rows, vocab_size=vocab_size, processor=self.processor)
+
+    def _run(self, function: Any, *arguments: Any) -> tuple[DecodeState, float]:
+        """The state that `function` makes of its arguments, and the seconds it took on the
+        device. Compiled once for the shapes of the arguments."""
+        leaves, treedef = jax.tree.flatten(arguments)
+        key = (function, treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self.programs:
             report = self.on_compile or (lambda *_: None)
             report("compiling", 0, 1)
-            self.programs[key] = self._compile(state)
+            self.programs[key] = self._compile(function, arguments)
             report("compiling", 1, 1)
-        return self.programs[key]
+        start = time.perf_counter()
+        state = jax.block_until_ready(self.programs[key](*arguments))
+        return state, time.perf_counter() - start
 
-    def _compile(self, state: DecodeState) -> Any:
-        """Says that a state comes out sharded as it went in, so that bursts can follow bursts."""
-        program = jax.jit(
-            run_rounds,
-            static_argnums=0,
-            donate_argnums=2,
-            out_shardings=jax.tree.map(lambda x: x.sharding, state),
+    def _compile(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """A state among the arguments is donated, unless its rows are forked. All states are
+        sharded in one way, so that programs can follow each other."""
+        states = [i for i, x in enumerate(arguments) if isinstance(x, DecodeState)]
+        donated = () if function is fork else states
+        if function not in (fork, cut):
+            function = functools.partial(function, self.config)
+        shardings = None
+        if self.mesh is not None:
+            specs = state_specs(jax.eval_shape(function, *arguments))
+            shardings = tree_shardings(self.mesh, specs, is_spec)
+        program = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
+        return program.lower(*arguments).compile()
+
+
+class _Reader:
+    """What the host knows of a batch: reads its state after each burst."""
+
+    def __init__(
+        self, requests: Sequence[Request], config: DecodeConfig, prefill_seconds: float
+    ) -> None:
+        self._rows = [request for request in requests for _ in request.seeds]
+        self._num_drafts = config.drafter.num_speculative_tokens
+        self._wants_logprobs = any(
+            r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests
         )
-        return program.lower(self.config, self.params, state, np.int32(0)).compile()
+        self._prefill_seconds, self.decode_seconds = prefill_seconds, 0.0
+        self.finish = np.zeros((0,), np.int32)
+        """`[rows]`: of all rows, idle ones too."""
+        self._seen = [len(r.prompt) for r in self._rows]
 
-
-def _request_arrays(requests: Sequence[Request], rows: int, capacity: int) -> dict[str, Any]:
-    """The host's arrays of a batch; rows without a request are born finished."""
-    num_stops = max(4, *(len(r.stop_ids) for r in requests))
-    tokens = np.zeros((rows, capacity), np.int32)
-    stop_ids = np.full((rows, 1 << (num_stops - 1).bit_length()), PAD_TOKEN, np.int32)
-    lengths, max_lengths = np.ones((rows,), np.int32), np.ones((rows,), np.int32)
-    for i, request in enumerate(requests):
-        lengths[i] = len(request.prompt)
-        max_lengths[i] = lengths[i] + request.params.max_tokens
-        tokens[i, : lengths[i]] = request.prompt
-        stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-
-    def column(values: list[Any], fill: Any, dtype: Any) -> Any:
-        return np.array(values + [fill] * (rows - len(requests)), dtype)
-
-    settings = [r.params for r in requests]
-    sampling = Sampling(
-        temperature=column([p.temperature for p in settings], 0.0, np.float32),
-        top_k=column([max(p.top_k, 0) for p in settings], 0, np.int32),
-        top_p=column([p.top_p for p in settings], 1.0, np.float32),
-        min_p=column([p.min_p for p in settings], 0.0, np.float32),
-        seed=column([r.seed for r in requests], 0, np.uint32),
-        coupled=column([p.verification == "coupled" for p in settings], False, np.bool_),
-    )
-    return {
-        "tokens": tokens,
-        "lengths": lengths,
-        "max_lengths": max_lengths,
-        "stop_ids": stop_ids,
-        "sampling": sampling,
-    }
-
-
-def _read(
-    requests: Sequence[Request], state: DecodeState, prefill_seconds: float, decode_seconds: float
-) -> list[Progress]:
-    """Brings a batch's progress to the host."""
-    tokens, lengths, finish, counters = jax.device_get(
-        (state.tokens, state.lengths, state.finish, state.counters)
-    )
-    rows = []
-    for i, request in enumerate(requests):
-        if finish[i] == Finish.INVALID:
-            raise JspecError(
-                f"the model's logits are not finite after {lengths[i]} tokens: its weights hold "
-                'NaN or overflow; check the checkpoint or use dtype="float32"'
-            )
-        start = len(request.prompt)
-        metrics = Metrics(
-            num_prompt_tokens=start,
-            num_tokens=int(lengths[i]) - start,
-            num_rounds=int(counters.rounds[i]),
-            drafted_per_position=tuple(counters.drafted[i].tolist()),
-            accepted_per_position=tuple(counters.accepted[i].tolist()),
-            prefill_seconds=prefill_seconds,
-            decode_seconds=decode_seconds,
+    def read(self, state: DecodeState, watch: Watch) -> np.ndarray | None:
+        """Takes in a burst. What `cut` must keep of each row, or None if nothing is to be cut."""
+        self._tokens, lengths, finish, self._log = jax.device_get(
+            (state.tokens, state.lengths, state.finish, state.log)
         )
-        generated = tokens[i, start : lengths[i]].tolist()
-        rows.append(Progress(generated, Finish(int(finish[i])), metrics))
-    return rows
+        self._logprobs = jax.device_get(state.logprobs) if self._wants_logprobs else None
+        self._lengths, self.finish = lengths.copy(), finish.copy()
+        keep = np.full_like(lengths, ALL_ROUNDS)
+        for i, request in enumerate(self._rows):
+            _refuse_failures(request, Finish(int(finish[i])), int(lengths[i]))
+            start, end = self._seen[i], int(lengths[i])
+            self._seen[i] = end
+            if start == end:
+                continue
+            kept = watch(i, self._tokens[i, start:end].tolist(), Finish(int(finish[i])))
+            if kept is not None:
+                keep[i] = self._lengths[i] = len(request.prompt) + kept
+                self.finish[i] = Finish.STOP
+        return keep if np.any(keep != ALL_ROUNDS) else None
+
+    def progress(self) -> list[Progress]:
+        return [self._progress(i, request) for i, request in enumerate(self._rows)]
+
+    def _progress(self, row: int, request: Request) -> Progress:
+        start, end = len(request.prompt), int(self._lengths[row])
+        return Progress(
+            token_ids=self._tokens[row, start:end].tolist(),
+            finish=Finish(int(self.finish[row])),
+            metrics=self._metrics(row, start, end - start),
+            logprobs=self._logprobs and jax.tree.map(lambda x: x[row], self._logprobs),
+        )
+
+    def _metrics(self, row: int, num_prompt_tokens: int, num_tokens: int) -> Metrics:
+        """Counts the rounds that yielded the tokens that are left."""
+        done = int(self._log.rounds[row])
+        drafted, accepted = self._log.drafted[row, :done], self._log.accepted[row, :done]
+        before = np.cumsum(accepted + 1) - (accepted + 1)
+        counted = before < num_tokens
+        places = np.arange(self._num_drafts)[:, None]
+        return Metrics(
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=num_tokens,
+            num_rounds=int(counted.sum()),
+            drafted_per_position=tuple((places < drafted[counted]).sum(axis=1).tolist()),
+            accepted_per_position=tuple((places < accepted[counted]).sum(axis=1).tolist()),
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=self.decode_seconds,
+        )
+
+
+def _refuse_failures(request: Request, finish: Finish, length: int) -> None:
+    if finish == Finish.INVALID:
+        raise JspecError(
+            f"the model's logits are not finite after {length} tokens: its weights hold "
+            'NaN or overflow; check the checkpoint or use dtype="float32"'
+        )
+    if finish == Finish.FORBIDDEN:
+        raise JspecError(
+            f"no token is allowed after {length} tokens: allowed_token_ids, bad_words, min_tokens "
+            "and the logits processor leave none"
+        )

@@ -14,8 +14,9 @@ from jax import Array
 from jspec import cache as cache_lib
 from jspec.decode import DecodeConfig
 from jspec.drafters.base import Context
+from jspec.draws import argmax
 from jspec.prefill import prefill
-from jspec.sampling import Sampling, argmax
+from jspec.sampling import neutral
 
 _LOOP = 8
 """Repetitions in one device program, so that dispatch does not count."""
@@ -42,10 +43,10 @@ def measure_round(
     context = Context(
         tokens=jnp.zeros((1, capacity), jnp.int32),
         lengths=jnp.full((1,), context_length, jnp.int32),
-        sampling=_greedy_row(),
+        sampling=neutral(1, config.model.vocab_size),
     )
     cache = cache_lib.init_cache(config.model.cache_spec, 1, capacity, page_size=16, dtype=dtype)
-    cache = prefill(
+    cache, _ = prefill(
         config.model,
         params[0],
         cache,
@@ -69,18 +70,6 @@ def measure_round(
             jax.block_until_ready(program())
             times.append((time.perf_counter() - start) / _LOOP)
     return RoundTimes(*map(statistics.median, seconds), plain_width=config.widths[0])
-
-
-def _greedy_row() -> Sampling:
-    zero = jnp.zeros((1,), jnp.float32)
-    return Sampling(
-        temperature=zero,
-        top_k=jnp.zeros((1,), jnp.int32),
-        top_p=zero + 1.0,
-        min_p=zero,
-        seed=jnp.zeros((1,), jnp.uint32),
-        coupled=jnp.zeros((1,), bool),
-    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
