@@ -88,15 +88,20 @@ def fork(cache: Cache, parent: Array) -> Cache:
     """A cache of `parent.size` rows in which row b goes on from row `parent[b]`.
 
     A row's first child takes over its pages. The others share those that it has filled; the one
-    it is in the middle of is copied, and the rest are their own, in a pool that grows in
-    proportion to the rows. Every row has a child; blocks are empty.
+    it is in the middle of is copied, and the rest are their own: of a row without a child, or of
+    the pool, which grows in proportion to the rows. For caches that were not forked before,
+    between rounds, with no fewer rows than they have.
     """
     rows, (old_rows, pages_a_row) = parent.size, cache.table.shape
-    index = jnp.arange(rows, dtype=jnp.int32)
+    index, old_index = (jnp.arange(n, dtype=jnp.int32) for n in (rows, old_rows))
     is_first = jnp.argmax(parent[:, None] == parent, axis=1) == index
     lengths = cache.lengths[parent]
-    new_row = old_rows - 1 + jnp.cumsum(~is_first, dtype=jnp.int32)
-    own = new_row[:, None] * pages_a_row + jnp.arange(pages_a_row, dtype=jnp.int32)
+    has_child = jnp.any(parent == old_index[:, None], axis=1)
+    free = jnp.concatenate([jnp.argsort(has_child), jnp.arange(old_rows, rows + old_rows)])
+    nth = jnp.cumsum(~is_first, dtype=jnp.int32) - 1  # of the children that are not first
+    num_free = old_rows - jnp.sum(has_child, dtype=jnp.int32)
+    own_row = free[jnp.where(nth < num_free, nth, nth - num_free + old_rows)]
+    own = own_row[:, None] * pages_a_row + jnp.arange(pages_a_row, dtype=jnp.int32)
     filled = jnp.maximum(lengths, 0)[:, None] // cache.page_size
     shared = is_first[:, None] | (jnp.arange(pages_a_row) < filled)
     table = jnp.where(shared, cache.table[parent], own)

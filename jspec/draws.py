@@ -35,6 +35,7 @@ Key = tuple[Array, Array]
 """Two uint32 words, arrays of one shape."""
 
 
+@jax.jit  # traced once a shape
 def threefry(key: Key, counter: Key) -> Key:
     """20 rounds of Threefry-2x32; shapes broadcast."""
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
@@ -92,6 +93,7 @@ class Law(NamedTuple):
     """`[..., groups]`: sums of exp((logits - peak) * scale). Token v lies in group v % groups."""
 
 
+@jax.jit  # traced once a shape
 def law_of(logits: Array, scale: Array) -> Law:
     """The law of `[..., V]` logits; `scale` `[...]` is the inverse temperature."""
     peak = jnp.max(logits, axis=-1)
@@ -106,6 +108,7 @@ def prob_of(law: Law, tokens: Array) -> Array:
     return jnp.exp((chosen - law.peak) * law.scale) / jnp.sum(law.group_weights, axis=-1)
 
 
+@jax.jit  # traced once a shape
 def draw(law: Law, key: Key) -> Array:
     """A token `[...]` int32 from each law, with keys `[...]`.
 
@@ -133,6 +136,7 @@ def _grouped(logits: Array) -> Array:
     return logits.reshape(*logits.shape[:-1], GROUP_SIZE, -1)
 
 
+@jax.jit  # traced once a shape
 def argmax(x: Array) -> Array:
     """int32 index of the first largest entry on the last axis, by chunks and then inside one:
     plain maxima, which XLA vectorises on a CPU, where its own argmax is ten times slower."""

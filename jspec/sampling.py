@@ -194,6 +194,7 @@ def inverse_temperature(sampling: Sampling) -> Array:
     return jnp.where(warm, 1.0 / jnp.where(warm, sampling.temperature, 1.0), 1.0)
 
 
+@jax.jit  # traced once a shape
 def softmax(logits: Array, scale: Array) -> Array:
     """softmax(logits * scale) over the last axis, zeros where all are -inf; `scale` `[...]`."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -202,6 +203,7 @@ def softmax(logits: Array, scale: Array) -> Array:
     return weights / jnp.where(total > 0, total, 1.0)
 
 
+@jax.jit  # traced once a shape
 def process_logits(logits: Array, sampling: Sampling, prefix: Prefix) -> Array:
     """`[B, T, V]` float32: the logits after all settings but the temperature, with -inf for what
     is filtered out; a greedy row keeps its largest token alone. NaN stays NaN."""

@@ -100,6 +100,7 @@ def verify_exact_match(
     return num_accepted, jnp.take_along_axis(target_tokens, num_accepted[:, None], axis=1)[:, 0]
 
 
+@jax.jit  # traced once a shape
 def verify_rejection(
     law: Law,
     draft_tokens: Array,

@@ -62,3 +62,36 @@ def test_every_row_owns_its_own_pages():
     cache = cache_lib.init_cache(SPEC, 3, 5, page_size=2, dtype=jnp.float32)
     assert cache.table.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert cache.capacity == 6
+
+
+def test_a_fork_shares_full_pages_and_copies_the_one_in_the_middle():
+    """Two rows of 5 and 4 tokens and one without a child, pages of 2, into six rows."""
+    spec = cache_lib.CacheSpec(1, 1, 1)
+    cache = cache_lib.init_cache(spec, 3, 8, page_size=2, dtype=jnp.float32)
+    tokens = jnp.arange(1.0, 25.0).reshape(3, 8, 1, 1)
+    cache = cache_lib.append(cache_lib.open_block(cache, 8), 0, tokens, -tokens)
+    cache = cache_lib.commit(cache, jnp.array([5, 4, 3]))
+    forked = cache_lib.fork(cache, jnp.array([0, 0, 1, 0, 1, 0]))
+    assert forked.lengths.tolist() == [5, 5, 4, 5, 4, 5]
+    assert forked.pages[0].keys.shape == (24, 2, 1, 1)
+    table = forked.table.tolist()
+    assert table[0] == [0, 1, 2, 3]
+    assert [row[:2] for row in table] == [[0, 1], [0, 1], [4, 5], [0, 1], [4, 5], [0, 1]]
+    own = [page for row in table for page in row[2:]]
+    assert len(set(own)) == len(own)
+
+    def held(cache, row, kind):
+        pages = np.asarray(getattr(cache.pages[0], kind))[np.asarray(cache.table)[row]]
+        return pages.reshape(-1)[: int(cache.lengths[row])].tolist()
+
+    for row, parent in enumerate([0, 0, 1, 0, 1, 0]):
+        for kind in ("keys", "values"):
+            assert held(forked, row, kind) == held(cache, parent, kind)
+    # what one child adds, the others do not see
+    block = cache_lib.append(
+        cache_lib.open_block(forked, 1), 0, *[jnp.full((6, 1, 1, 1), 99.0)] * 2
+    )
+    grown = cache_lib.commit(block, jnp.array([1, 0, 0, 0, 0, 0]))
+    assert held(grown, 0, "keys")[-1] == 99
+    for row in range(1, 6):
+        assert held(grown, row, "keys") == held(forked, row, "keys")

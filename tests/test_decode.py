@@ -11,6 +11,7 @@ from tiny import (
     counts_of,
     llama_params,
     markov,
+    read,
     rounds_of,
     rows_of,
     run,
@@ -19,7 +20,7 @@ from tiny import (
     uncached_greedy,
 )
 
-from jspec.decode import DecodeConfig, Finish
+from jspec.decode import DecodeConfig, Finish, cut, fork
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.ngram import NgramDrafter
 from jspec.drafters.none import NoDrafter
@@ -212,3 +213,39 @@ def test_widths_must_hold_a_draft():
         DecodeConfig(TARGET, NgramDrafter(6), (2, 6))
     with pytest.raises(ValueError, match="ascend"):
         DecodeConfig(TARGET, NoDrafter(), (8, 2))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_row_that_is_cut_goes_on_as_if_nothing_had_been_beyond(name):
+    """Its keys, its text and its drafter are those of the tokens that are left."""
+    drafter, draft_params = DRAFTERS[name](llama_params(0))
+    config = DecodeConfig(TARGET, drafter, (8,), prefill_chunk=16)
+    params = (llama_params(0), draft_params)
+    state = run(config, params, start(config, PROMPTS, max_tokens=MAX_TOKENS), 3)
+    lengths = np.asarray(state.lengths)
+    keep = np.array([lengths[0] - 3, lengths[1] + 1, lengths[2] - 1], np.int32)
+    state = jax.jit(cut)(state, keep, np.full((3,), Finish.STOP, np.int32))
+    assert state.lengths.tolist() == [keep[0], lengths[1], keep[2]]
+    assert state.cache.lengths.tolist() == (np.asarray(state.lengths) - 1).tolist()
+    assert state.finish.tolist() == [Finish.STOP, Finish.RUNNING, Finish.STOP]
+    going = state.replace(finish=jnp.zeros_like(state.finish))
+    assert rows_of(run(config, params, going)) == rows_of(generated(name))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_forked_rows_go_on_as_rows_that_read_the_prompt_themselves(name):
+    drafter, draft_params = DRAFTERS[name](llama_params(1))
+    config = DecodeConfig(TARGET, drafter, (8,), prefill_chunk=16)
+    params = (llama_params(0), draft_params)
+    parent, seeds = np.array([2, 1, 2, 0, 2, 1]), [1, 2, 3, 4, 5, 6]
+    settings = sampling(6, temperature=1.0, coupled=True, seed=seeds)
+    each = [PROMPTS[p] for p in parent]
+    alone = start(config, each, max_tokens=30, settings=settings)
+    state = read(config, params, start(config, PROMPTS, max_tokens=30))
+    idle = np.array([False] * 5 + [True])
+    forked = jax.jit(fork)(state, parent, idle, alone.sampling)
+    assert forked.cache.table[0, 0] == forked.cache.table[2, 0] == forked.cache.table[4, 0]
+    assert forked.cache.pages[0].keys.shape == alone.cache.pages[0].keys.shape
+    got, want = rows_of(run(config, params, forked)), rows_of(run(config, params, alone))
+    assert got[:5] == want[:5]
+    assert got[5] == PROMPTS[1]

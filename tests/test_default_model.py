@@ -1,10 +1,15 @@
 """The default model from end to end, against transformers' own text."""
 
+import dataclasses
+
 import pytest
 from golden.load import smollm2_cases
 
+import checkpoints
 import jspec
 from checkpoints import DEFAULT_MODEL
+from jspec.drafters.draft_model import DraftModel
+from jspec.model import llama
 
 FORCED = jspec.SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
@@ -39,3 +44,51 @@ def test_chat_ends_with_an_end_token(llm):
     assert out.token_ids[-1] in llm.model.eos_token_ids
     assert "4" in out.text
     assert "<|im_end|>" not in out.text
+
+
+TOPICS = (
+    "a lighthouse keeper",
+    "the history of bread",
+    "why the sky is blue",
+    "how to repair a bicycle",
+    "a quarrel between two neighbours",
+    "prime numbers",
+    "a city on the moon",
+    "the rules of chess",
+)
+
+
+def test_ten_thousand_greedy_tokens_are_those_of_plain_decoding():
+    """In bfloat16, 16 rows of 640 tokens, drafted by n-grams and by the model's own first ten
+    layers: no token differs from plain decoding at the same shape."""
+    loaded = checkpoints.load(DEFAULT_MODEL, dtype="bfloat16")
+    shallow = llama(dataclasses.replace(loaded.config, num_hidden_layers=10))
+    drafters = {
+        "none": {"drafter": "none"},
+        "ngram": {"drafter": "ngram"},
+        "draft model": {
+            "drafter": DraftModel(shallow, loaded.config.vocab_size, 3),
+            "drafter_params": loaded.params.replace(layers=loaded.params.layers[:10]),
+        },
+    }
+    prompts = [f"{start} {topic}" for topic in TOPICS for start in ("A story about", "Facts on")]
+    settings = jspec.SamplingParams(temperature=0.0, max_tokens=640, ignore_eos=True)
+    texts = {}
+    for name, drafter in drafters.items():
+        llm = jspec.LLM(
+            llama(loaded.config),
+            params=loaded.params,
+            tokenizer=loaded.tokenizer,
+            num_speculative_tokens=3,
+            batch_sizes=(16,),
+            block_widths=(4,),
+            max_num_seqs=16,
+            **drafter,
+        )
+        outs = llm.generate(prompts, settings)
+        texts[name] = [out.token_ids for out in outs]
+        accepted = sum(out.metrics.num_accepted for out in outs)
+        assert accepted > 500 or name == "none"
+    assert sum(map(len, texts["none"])) == 10_240
+    assert texts["ngram"] == texts["none"]
+    assert texts["draft model"] == texts["none"]

@@ -119,7 +119,6 @@ class BatchRunner:
         if len(parent) == len(requests) and shape.prompts == shape.rows:
             return state, seconds
         idle = np.arange(shape.rows) >= len(parent)
-        parent += range(len(requests), shape.prompts)  # idle rows go on from idle rows first
         parent += [0] * (shape.rows - len(parent))
         sampling = self._sampling(requests, shape.rows)
         state, more = self._run(fork, state, np.array(parent, np.int32), idle, sampling)

@@ -1,0 +1,354 @@
+"""Breaks the engine on purpose, one line at a time, and shows which test sees it.
+
+    python tests/mutations.py            runs all; exits with 1 if a mutation goes unseen
+    python tests/mutations.py 3 7        only these
+    python tests/mutations.py --table    also writes docs/mutations.md
+
+Each mutation is made in a copy of the working tree and runs the tests named beside it.
+`tests/test_mutations.py` checks that every one still applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "mutations.md"
+
+
+class Mutation(NamedTuple):
+    """One broken line."""
+
+    what: str
+    file: str
+    line: str
+    """Occurs in the file exactly once."""
+    broken: str
+    tests: str
+    """Arguments for pytest."""
+
+
+MIXED = "tests/test_laws.py -k mixed_batch"
+MUTATIONS = (
+    Mutation(
+        "residual: the target's law instead of max(target - draft, 0)",
+        "jspec/verify.py",
+        "residual = jnp.maximum(target - jnp.where(rejected[:, None], draft, 0.0), 0.0)",
+        "residual = target",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "residual: a soft draft counts as certain",
+        "jspec/verify.py",
+        "draft = draft_probs[rows, at]",
+        "draft = jax.nn.one_hot(draft_tokens[rows, at], target.shape[-1], dtype=jnp.float32)",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "acceptance: the draft's own probability is ignored",
+        "jspec/verify.py",
+        "coins * draft_prob < target_prob",
+        "coins < target_prob",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "acceptance: of a place behind a rejected draft",
+        "jspec/verify.py",
+        "jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)",
+        "jnp.sum(flags.astype(jnp.int32), axis=1, dtype=jnp.int32)",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "acceptance: drafts that were not made",
+        "jspec/verify.py",
+        "jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]",
+        "jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None] + 9",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "penalty position: drafts of the same block are not counted",
+        "jspec/sampling.py",
+        "before = jnp.arange(D) < prefix.depths[:, None]",
+        "before = jnp.arange(D) < 0 * prefix.depths[:, None]",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "penalty position: all drafts are counted everywhere",
+        "jspec/sampling.py",
+        "before = jnp.arange(D) < prefix.depths[:, None]",
+        "before = jnp.arange(D) < D + 0 * prefix.depths[:, None]",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "penalties: presence counts the prompt",
+        "jspec/sampling.py",
+        "in_output = none.at[rows, jnp.where(is_prompt, vocab_size, tokens)]",
+        "in_output = none.at[rows, tokens]",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "bad words: drafts do not begin one",
+        "jspec/sampling.py",
+        "return jnp.where(drafted >= 0, drafts, committed)",
+        "return jnp.where(drafted >= 9, drafts, committed)",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "min_tokens: one place too few",
+        "jspec/sampling.py",
+        "too_early = prefix.positions < sampling.min_lengths[:, None]",
+        "too_early = prefix.positions + 1 < sampling.min_lengths[:, None]",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "filters: top_p before top_k has cut",
+        "jspec/sampling.py",
+        "kept = jnp.where(scaled >= floor, scaled, -jnp.inf)",
+        "kept = scaled",
+        "tests/test_sampling.py -k plain_reference",
+    ),
+    Mutation(
+        "filters: after penalties that the temperature has divided",
+        "jspec/sampling.py",
+        "return logits - frequency * in_output",
+        "return logits - inverse_temperature(sampling)[:, None, None] * frequency * in_output",
+        "tests/test_sampling.py -k plain_reference",
+    ),
+    Mutation(
+        "draft law: not the one drawn from",
+        "jspec/drafters/base.py",
+        "draws.draw(draws.law_of(logits, scale), key), softmax(logits, scale)",
+        "draws.draw(draws.law_of(logits, scale), key), softmax(logits, 0.9 * scale)",
+        f"{MIXED}",
+    ),
+    Mutation(
+        "draft law: drawn although nothing is allowed",
+        "jspec/drafters/base.py",
+        "some = jnp.any(laws > 0, axis=-1).astype(jnp.int32)",
+        "some = jnp.any(laws > -1, axis=-1).astype(jnp.int32)",
+        f"{MIXED} and outside",
+    ),
+    Mutation(
+        "key derivation: the position does not enter",
+        "jspec/draws.py",
+        "for word in (positions, jnp.asarray(purpose)):",
+        "for word in (0 * positions, jnp.asarray(purpose)):",
+        f"{MIXED} and none",
+    ),
+    Mutation(
+        "key derivation: draft and target share their noise under rejection",
+        "jspec/draws.py",
+        "DRAFT = 1",
+        "DRAFT = 0",
+        f"{MIXED} and soft",
+    ),
+    Mutation(
+        "key derivation: group and member share their noise",
+        "jspec/draws.py",
+        "exponential(key, 1, jnp.arange(num_groups))",
+        "exponential(key, 0, jnp.arange(num_groups))",
+        "tests/test_sampling.py -k their_law",
+    ),
+    Mutation(
+        "key derivation: the row's place in the batch enters",
+        "jspec/sampling.py",
+        "draws.draw_key(sampling.seed[:, None], positions",
+        "draws.draw_key(jnp.arange(sampling.seed.size)[:, None], positions",
+        "tests/test_decode.py -k other_rows",
+    ),
+    Mutation(
+        "coupled: the draft has noise of its own",
+        "jspec/drafters/base.py",
+        "jnp.where(sampling.coupled, Purpose.TARGET, Purpose.DRAFT)",
+        "jnp.where(sampling.coupled, Purpose.DRAFT, Purpose.DRAFT)",
+        "tests/test_decode.py -k perfect_drafter",
+    ),
+    Mutation(
+        "commit: one token too many",
+        "jspec/cache.py",
+        "keep = (index < count[:, None])",
+        "keep = (index <= count[:, None])",
+        "tests/test_decode.py -k uncommitted",
+    ),
+    Mutation(
+        "commit: the draft model misses a fully accepted draft's last token",
+        "jspec/drafters/draft_model.py",
+        "return cache_lib.commit(state, num_emitted)",
+        "return cache_lib.commit(state, jnp.minimum(num_emitted, self.num_speculative_tokens))",
+        "tests/test_decode.py -k perfect_drafter",
+    ),
+    Mutation(
+        "attention: a token sees the next slot",
+        "jspec/attention.py",
+        "visible = (slots <= positions",
+        "visible = (slots <= 1 + positions",
+        "tests/test_decode.py -k uncached_reference",
+    ),
+    Mutation(
+        "stop order: the last stop in a run wins",
+        "jspec/decode.py",
+        "first = jnp.argmax(ends, axis=1)",
+        "first = ends.shape[1] - 1 - jnp.argmax(ends[:, ::-1], axis=1)",
+        "tests/test_decode.py -k stop_token_ends",
+    ),
+    Mutation(
+        "stop order: stops behind the next token count",
+        "jspec/decode.py",
+        "ends = (is_stop | is_last) & (index < offered[:, None])",
+        "ends = is_stop | is_last",
+        "tests/test_laws.py -k mixed_batch",
+    ),
+    Mutation(
+        "stop order: max_tokens one too late",
+        "jspec/decode.py",
+        "+ index + 1 >= state",
+        "+ index >= state",
+        "tests/test_decode.py -k max_tokens",
+    ),
+    Mutation(
+        "stop strings: those inside one token's text only",
+        "jspec/engine/text.py",
+        "start = text.find(stop, max(ends_after - len(stop) + 1, 0))",
+        "start = text.find(stop, ends_after)",
+        "tests/test_parameters.py -k 'every_offset or find_stop'",
+    ),
+    Mutation(
+        "stop strings: what was generated behind one stays in the state",
+        "jspec/decode.py",
+        "lengths=state.lengths - dropped,",
+        "lengths=state.lengths,",
+        "tests/test_decode.py -k row_that_is_cut",
+    ),
+    Mutation(
+        "stop strings: rounds behind one are counted",
+        "jspec/engine/batch.py",
+        "counted = before < num_tokens",
+        "counted = before < ALL_ROUNDS",
+        "tests/test_parameters.py -k every_offset",
+    ),
+    Mutation(
+        "logprobs: of the token one place on",
+        "jspec/decode.py",
+        "logprobs = score(logits, run,",
+        "logprobs = score(jnp.roll(logits, 1, axis=1), run,",
+        "tests/test_parameters.py -k model_itself",
+    ),
+    Mutation(
+        "logprobs: the raw ones where processed ones are asked for",
+        "jspec/logprobs.py",
+        "jnp.where(sampling.processed_logprobs[:, None, None], after, logits)",
+        "jnp.where(sampling.processed_logprobs[:, None, None], logits, logits)",
+        "tests/test_parameters.py -k processed",
+    ),
+    Mutation(
+        "fork: children write into their parent's half-filled page",
+        "jspec/cache.py",
+        "shared = is_first[:, None] | (jnp.arange(pages_a_row) < filled)",
+        "shared = is_first[:, None] | (jnp.arange(pages_a_row) <= filled)",
+        "tests/test_cache.py -k fork",
+    ),
+    Mutation(
+        "idle rows: they take part in the round",
+        "jspec/decode.py",
+        "num_emitted = jnp.where(running & verdict.finite",
+        "num_emitted = jnp.where(verdict.finite",
+        f"{MIXED}",
+    ),
+)
+
+
+class Outcome(NamedTuple):
+    """What became of a mutation."""
+
+    seen_by: list[str]
+    """Names of the tests that failed."""
+    seconds: float
+
+
+def applied(mutation: Mutation, source: str) -> str:
+    """The source with the line broken."""
+    if source.count(mutation.line) != 1:
+        count = source.count(mutation.line)
+        raise ValueError(f"{mutation.what}: {mutation.file} has its line {count} times")
+    return source.replace(mutation.line, mutation.broken)
+
+
+def copy_of_tree(folder: Path) -> None:
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in files.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def try_out(mutation: Mutation, tree: Path) -> Outcome:
+    """Runs the mutation's tests in `tree` with its line broken, up to the first failure."""
+    path = tree / mutation.file
+    source = path.read_text()
+    path.write_text(applied(mutation, source))
+    start = time.perf_counter()
+    try:
+        command = f"{sys.executable} -m pytest -x -q -rfE {mutation.tests}"
+        # The tree's own modules go before those installed.
+        run = subprocess.run(
+            ["bash", "-c", f"PYTHONPATH={tree} {command}"],
+            cwd=tree,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(source)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.what}: pytest did not run\n{run.stdout}{run.stderr}")
+    return Outcome(failed, time.perf_counter() - start)
+
+
+def table(outcomes: list[tuple[Mutation, Outcome]]) -> str:
+    lines = [
+        "# Mutations",
+        "",
+        "Each line was broken on purpose, alone, and the tests were run up to the first failure.",
+        "Written by `python tests/mutations.py --table`; CI runs the script without it.",
+        "",
+        "| what is broken | file | first test that sees it |",
+        "|---|---|---|",
+    ]
+    for mutation, outcome in outcomes:
+        seen = outcome.seen_by[0].removeprefix("tests/") if outcome.seen_by else "**none**"
+        name = re.sub(r"\[.*", "", seen)
+        lines.append(f"| {mutation.what} | `{mutation.file}` | `{name}` |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("numbers", nargs="*", type=int, help="only these mutations")
+    parser.add_argument("--table", action="store_true", help="write docs/mutations.md")
+    options = parser.parse_args()
+    chosen = [MUTATIONS[n] for n in options.numbers] if options.numbers else list(MUTATIONS)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of_tree(Path(folder))
+        for mutation in chosen:
+            outcome = try_out(mutation, Path(folder))
+            outcomes.append((mutation, outcome))
+            seen = outcome.seen_by[0] if outcome.seen_by else "NOT SEEN"
+            number = MUTATIONS.index(mutation)
+            print(f"{number:2} {mutation.what}: {seen} ({outcome.seconds:.0f} s)", flush=True)
+    if options.table:
+        TABLE.write_text(table(outcomes))
+    return int(any(not outcome.seen_by for _, outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
