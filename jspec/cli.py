@@ -102,6 +102,15 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Least share of the top probability.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: what was said is less likely.")
+    ] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken from said tokens' logits.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, each time said.")] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="Nothing stops the text before.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; repeat for several.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     verification: Annotated[
         Verification, typer.Option(help="Rule that accepts drafts.")
@@ -123,7 +132,12 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=stop or (),
             seed=seed,
             verification=verification.value,
         )

@@ -41,6 +41,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
     max_tokens: int = 256
     seed: int | None = None
     verification: str = "rejection"

@@ -29,7 +29,7 @@ PROMPTS = [[1, 2, 1], [3], [0, 4, 0, 4, 0]]
 RNG = np.random.default_rng(5)
 TARGET = jnp.asarray(RNG.normal(size=(V, V)) * 1.5, jnp.float32)
 NEAR = TARGET + jnp.asarray(RNG.normal(size=(V, V)), jnp.float32)
-OUTSIDE = jnp.where(jnp.arange(V) < 2, -jnp.inf, NEAR)  # never drafts 0 or 1
+OUTSIDE = jnp.where(jnp.arange(V) > 2, -jnp.inf, NEAR)  # never drafts 3 or 4
 TABLE = np.asarray(TARGET, np.float64)
 NO = -np.inf
 
@@ -44,7 +44,7 @@ SETTINGS = {
     "presence": {"temperature": 1.0, "presence_penalty": 1.5},
     "frequency": {"temperature": 1.3, "frequency_penalty": -1.0},
     "bias": {"temperature": 1.0, "bias": (0.0, 2.0, 0.0, -1.0, 0.5)},
-    "allowed": {"temperature": 1.0, "bias": (0.0, 0.0, NO, NO, NO)},  # OUTSIDE cannot draft
+    "allowed": {"temperature": 1.0, "bias": (NO, NO, NO, 0.0, 0.0)},  # OUTSIDE cannot draft
     "bad words": {"temperature": 1.5, "bad_words": ((-1, -1, 2), (-1, 3, 1), (1, 3, 3))},
     "min tokens": {"temperature": 1.5, "stop_ids": (0, 2), "min_tokens": 2},
     "stop": {"temperature": 1.5, "stop_ids": (1,)},
