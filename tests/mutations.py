@@ -134,7 +134,7 @@ MUTATIONS = (
         "jspec/drafters/base.py",
         "some = jnp.any(laws > 0, axis=-1).astype(jnp.int32)",
         "some = jnp.any(laws > -1, axis=-1).astype(jnp.int32)",
-        "tests/test_laws.py -k 'mixed_batch and outside'",
+        "tests/test_laws.py -k knows_no_allowed",
     ),
     Mutation(
         "key derivation: the position does not enter",
@@ -197,7 +197,7 @@ MUTATIONS = (
         "jspec/decode.py",
         "first = jnp.argmax(ends, axis=1)",
         "first = ends.shape[1] - 1 - jnp.argmax(ends[:, ::-1], axis=1)",
-        "tests/test_decode.py -k stop_token_ends",
+        "tests/test_decode.py -k 'comes_first or max_tokens'",
     ),
     Mutation(
         "stop order: stops behind the next token count",

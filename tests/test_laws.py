@@ -236,3 +236,20 @@ def test_the_test_sees_a_wrong_law(name):
     assert excess(tokens, joint_law(tuple(PROMPTS[0]), tuple(SETTINGS[name].items()))) < 0
     other = SETTINGS[name] | near
     assert excess(tokens, joint_law(tuple(PROMPTS[0]), tuple(other.items()))) > 0
+
+
+@pytest.mark.parametrize("coupled", [False, True], ids=["rejection", "coupled"])
+def test_a_drafter_that_knows_no_allowed_token_drafts_none(coupled):
+    """Sixteen tokens of which the drafter knows the first eight; the last two are allowed."""
+    size, rows = 16, 4_000
+    table = jnp.zeros((size, size)).at[:, 15].set(-1.0)
+    known = jnp.where(jnp.arange(size) < 8, table, -jnp.inf)
+    bias = np.where(np.arange(size) < 14, -np.inf, 0.0)
+    config = DecodeConfig(markov(size), TableDrafter(3), (4,))
+    wanted = sampling(rows, vocab_size=size, temperature=1.0, bias=bias, coupled=coupled)
+    state = start(config, [[14]] * rows, max_tokens=1, settings=wanted, capacity=8)
+    state = run(config, (table, known), state)
+    assert not np.any(np.asarray(state.log.drafted))
+    share = np.mean(np.asarray(state.tokens)[:, 1] == 15)
+    prob = np.exp(-1) / (1 + np.exp(-1))
+    assert abs(share - prob) < 4.5 * np.sqrt(prob * (1 - prob) / rows)  # once in 100,000
