@@ -10,6 +10,7 @@ run; medians.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -27,7 +28,7 @@ from jspec.model import llama
 from jspec.sampling import Sampling, chain_prefix, neutral
 from jspec.verify import verify
 
-ROWS, DRAFTS, VOCAB, CONTEXT = 8, 7, 152_064, 100
+ROWS, DRAFTS, VOCAB, CONTEXT, WIDTH = 8, 7, 152_064, 100, 576
 
 
 def settings() -> dict[str, Sampling]:
@@ -48,39 +49,40 @@ def settings() -> dict[str, Sampling]:
     }
 
 
-def rounds() -> dict[str, Callable[[], Any]]:
-    """For each setting, and for drafts that are drawn from a law or certain, a verification.
+def rounds() -> tuple[Callable[[], Any], dict[str, Callable[[], Any]]]:
+    """The product of a head alone, which makes logits; and for each setting, and for drafts that
+    are drawn from a law or certain, that product and the verification of them."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (ROWS, DRAFTS + 1, WIDTH), jnp.float32)
+    head = 3 * jax.random.normal(keys[1], (VOCAB, WIDTH), jnp.float32) / WIDTH**0.5
 
-    Its logits are made anew for every call, outside the timing, and given away, as those of a
-    pass are: the compiler may overwrite them."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    logits = 3 * jax.random.normal(keys[0], (ROWS, DRAFTS + 1, VOCAB), jnp.float32)
-    near = logits[:, :-1] + 0.3 * jax.random.normal(keys[1], (ROWS, DRAFTS, VOCAB), jnp.float32)
-    laws = jax.nn.softmax(near, axis=-1)
+    def logits_of(hidden: Any, head: Any) -> Any:
+        return jnp.einsum("BTD,VD->BTV", hidden, head)
+
+    noise = 0.3 * jax.random.normal(keys[2], (ROWS, DRAFTS, VOCAB), jnp.float32)
+    laws = jax.nn.softmax(logits_of(hidden, head)[:, :-1] + noise, axis=-1)
     drafts = jnp.argmax(laws, axis=-1).astype(jnp.int32)
     lengths = jnp.full((ROWS,), CONTEXT, jnp.int32)
     prefix = chain_prefix(jnp.zeros((ROWS, 512), jnp.int32), lengths, drafts)
     drafted = jnp.full((ROWS,), DRAFTS, jnp.int32)
 
-    def check(target_logits: Any, laws: Any, sampling: Sampling) -> Any:
-        arguments = {"target_logits": target_logits, "sampling": sampling, "prefix": prefix}
+    @jax.jit
+    def alone(hidden: Any, head: Any) -> Any:
+        return jax.lax.optimization_barrier(logits_of(hidden, head))[..., 0]
+
+    @jax.jit
+    def checked(hidden: Any, head: Any, laws: Any, sampling: Sampling) -> Any:
+        logits = jax.lax.optimization_barrier(logits_of(hidden, head))
+        arguments = {"target_logits": logits, "sampling": sampling, "prefix": prefix}
         return verify(drafts, laws, drafted, **arguments)
-
-    program = jax.jit(check, donate_argnums=0)
-
-    def call(laws: Any, sampling: Sampling) -> Callable[[], Any]:
-        def prepared() -> Callable[[], Any]:
-            mine = jax.block_until_ready(logits + 0.0)
-            return lambda: program(mine, laws, sampling)
-
-        return prepared
 
     found = {}
     for name, sampling in settings().items():
-        found[name] = call(laws, sampling)
+        found[name] = functools.partial(checked, hidden, head, laws, sampling)
         if name == "rejection":
-            found["rejection, certain drafts"] = call(None, sampling)
-    return found
+            certain = functools.partial(checked, hidden, head, None, sampling)
+            found["rejection, certain drafts"] = certain
+    return functools.partial(alone, hidden, head), found
 
 
 def forward(dtype: str) -> Callable[[], Any]:
@@ -97,20 +99,32 @@ def forward(dtype: str) -> Callable[[], Any]:
         out = model.forward(params, tokens, cache_lib.open_block(cache, tokens.shape[1]))
         return jnp.max(out.logits, axis=-1)
 
-    return lambda: lambda: program(loaded.params, tokens, cache)
+    return functools.partial(program, loaded.params, tokens, cache)
 
 
-def medians(prepare: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Seconds of each, timed in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in prepare}
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def medians(
+    passes: dict[str, Callable[[], Any]],
+    head: Callable[[], Any],
+    checks: dict[str, Callable[[], Any]],
+    repeats: int,
+) -> dict[str, float]:
+    """Seconds of each, timed in turn; a check's are those beyond the head's right before it."""
+    times: dict[str, list[float]] = {name: [] for name in passes | checks}
     for repeat in range(repeats + 1):
-        for name, make in prepare.items():
-            call = make()
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if repeat:  # the first one compiles
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+        for name, call in passes.items():
+            times[name].append(seconds(call))
+        for name, call in checks.items():
+            before = seconds(head)
+            times[name].append(seconds(call) - before)
+        if repeat == 0:  # compiles
+            times = {name: [] for name in times}
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:
@@ -120,11 +134,12 @@ def main() -> None:
     options = parser.parse_args()
     jspec.enable_compilation_cache()
     passes = {dtype: forward(dtype) for dtype in ("bfloat16", "float32")}
-    times = medians(passes | rounds(), options.repeats)
+    head, checks = rounds()
+    times = medians(passes, head, checks, options.repeats)
     print(f"{'':28} {'ms':>6} {'of bfloat16':>12} {'of float32':>11}")
-    for name, seconds in times.items():
-        shares = [seconds / times[dtype] for dtype in passes]
-        print(f"{name:28} {1e3 * seconds:6.1f} {shares[0]:12.1%} {shares[1]:11.1%}")
+    for name, taken in times.items():
+        shares = [taken / times[dtype] for dtype in passes]
+        print(f"{name:28} {1e3 * taken:6.1f} {shares[0]:12.1%} {shares[1]:11.1%}")
     if options.json is not None:
         report = {
             "rows": ROWS,

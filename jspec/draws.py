@@ -8,6 +8,7 @@ and the noise of a vocabulary is never in memory. Knows nothing of settings or m
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -102,6 +103,14 @@ def law_of(logits: Array, scale: Array) -> Law:
     return Law(logits, scale, peak, jax.lax.optimization_barrier(weights))
 
 
+def probs_at(law: Law, place: Array) -> Array:
+    """`[B, V]`: the probabilities at one `place` `[B]` of each row of a law of `[B, T]` places."""
+    rows = jnp.arange(place.size)
+    logits, scale, peak, group_weights = (x[rows, place] for x in law)
+    total = jnp.sum(group_weights, axis=-1)
+    return jnp.exp((logits - peak[:, None]) * scale[:, None]) / total[:, None]
+
+
 def prob_of(law: Law, tokens: Array) -> Array:
     """The probability of one of `tokens` `[...]` at each place."""
     chosen = jnp.take_along_axis(law.logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
@@ -110,47 +119,75 @@ def prob_of(law: Law, tokens: Array) -> Array:
 
 @jax.jit  # traced once a shape
 def draw(law: Law, key: Key) -> Array:
-    """A token `[...]` int32 from each law, with keys `[...]`.
+    """A token `[...]` int32 from each law, with keys `[...]`; see `draw_weighted`."""
 
-    An exponential race (the Gumbel-max trick): the argmax of weight / noise. It is run over the
-    groups first, by their total weights, then inside the winner, which has the same law for a
-    sixteenth of the noise. With one key, draws from similar laws mostly agree.
-    """
-    num_groups = law.group_weights.shape[-1]
-    key = (key[0][..., None], key[1][..., None])
-    noise = exponential(key, 1, jnp.arange(num_groups))
-    group = argmax(law.group_weights / noise)[..., None]
-    members = jnp.take_along_axis(_grouped(law.logits), group[..., None], axis=-1)[..., 0]
-    tokens = group + num_groups * jnp.arange(GROUP_SIZE, dtype=jnp.int32)
-    weights = jnp.exp((members - law.peak[..., None]) * law.scale[..., None])
-    race = argmax(weights / exponential(key, 0, tokens))
-    return jnp.take_along_axis(tokens, race[..., None], axis=-1)[..., 0]
+    def weights_in(group: Array) -> Array:
+        members = jnp.take_along_axis(_grouped(law.logits), group[..., None], axis=-1)[..., 0]
+        return jnp.exp((members - law.peak[..., None]) * law.scale[..., None])
 
-
-def _grouped(logits: Array) -> Array:
-    """`[..., GROUP_SIZE, groups]`: token v lies in group `v % groups`, padded with -inf."""
-    missing = -logits.shape[-1] % GROUP_SIZE
-    if missing:
-        pads = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
-        logits = jnp.pad(logits, pads, constant_values=-jnp.inf)
-    return logits.reshape(*logits.shape[:-1], GROUP_SIZE, -1)
+    return _race(law.group_weights, weights_in, key)
 
 
 @jax.jit  # traced once a shape
+def draw_weighted(weights: Array, key: Key) -> Array:
+    """A token `[...]` int32 in proportion to `weights` `[..., V]`, with keys `[...]`.
+
+    An exponential race (the Gumbel-max trick): the argmax of weight / noise. It is run over
+    groups of tokens first, by their total weights, then inside the winner, which has the same law
+    for a sixteenth of the noise. With one key, draws from similar laws mostly agree.
+    """
+    groups = _grouped(weights, pad=0.0)
+
+    def weights_in(group: Array) -> Array:
+        return jnp.take_along_axis(groups, group[..., None], axis=-1)[..., 0]
+
+    return _race(jnp.sum(groups, axis=-2), weights_in, key)
+
+
+def _race(group_weights: Array, weights_in: Callable[[Array], Array], key: Key) -> Array:
+    """Weights `[..., groups]` and those in a group `[..., 1]`, `[..., GROUP_SIZE]`."""
+    num_groups = group_weights.shape[-1]
+    key = (key[0][..., None], key[1][..., None])
+    group = argmax(group_weights / exponential(key, 1, jnp.arange(num_groups)))[..., None]
+    tokens = group + num_groups * jnp.arange(GROUP_SIZE, dtype=jnp.int32)
+    winner = argmax(weights_in(group) / exponential(key, 0, tokens))
+    return jnp.take_along_axis(tokens, winner[..., None], axis=-1)[..., 0]
+
+
+def _grouped(x: Array, pad: float = -jnp.inf) -> Array:
+    """`[..., GROUP_SIZE, groups]`: token v lies in group `v % groups`."""
+    missing = -x.shape[-1] % GROUP_SIZE
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=pad)
+    return x.reshape(*x.shape[:-1], GROUP_SIZE, -1)
+
+
 def argmax(x: Array) -> Array:
-    """int32 index of the first largest entry on the last axis, by chunks and then inside one:
-    plain maxima, which XLA vectorises on a CPU, where its own argmax is ten times slower."""
+    """int32 index of the first of the largest entries on the last axis."""
+    return largest(x)[1]
+
+
+@jax.jit  # traced once a shape
+def largest(x: Array) -> tuple[Array, Array]:
+    """Value and int32 index of the first of the largest entries on the last axis; NaN has the
+    value NaN and any index.
+
+    By chunks and then inside one: plain maxima, which XLA vectorises on a CPU, where its own
+    argmax is ten times slower.
+    """
     size = x.shape[-1]
     if size <= _CHUNK:
-        return _first_largest(x)
+        return jnp.max(x, axis=-1), _first_largest(x)
     missing = -size % _CHUNK
     if missing:
         pads = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
         x = jnp.pad(x, pads, constant_values=-jnp.inf)
     chunks = x.reshape(*x.shape[:-1], -1, _CHUNK)
-    which = _first_largest(jnp.max(chunks, axis=-1))
+    peaks = jnp.max(chunks, axis=-1)
+    which = _first_largest(peaks)
     inside = jnp.take_along_axis(chunks, which[..., None, None], axis=-2)[..., 0, :]
-    return jnp.minimum(which * _CHUNK + _first_largest(inside), size - 1)
+    index = jnp.minimum(which * _CHUNK + _first_largest(inside), size - 1)
+    return jnp.max(peaks, axis=-1), index
 
 
 def _first_largest(x: Array) -> Array:

@@ -8,6 +8,7 @@ K tokens; the position after its last draft is an ordinary draw from the target.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,15 +16,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import draws
-from jspec.draws import Law, Purpose, argmax
+from jspec.draws import Law, Purpose
 from jspec.sampling import (
     Prefix,
     Sampling,
     by_kind,
     draw_key,
     inverse_temperature,
-    softmax,
 )
+
+Decision = tuple[Array, Array]
+"""`num_accepted` and `next_token` of a `Verdict`."""
 
 
 class Verdict(NamedTuple):
@@ -60,37 +63,48 @@ def verify(
     drafted = jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]
 
     def greedy(logits: Array) -> Verdict:
-        return _verdict(*verify_exact_match(argmax(logits), draft_tokens, drafted), logits)
+        peaks, tokens = draws.largest(logits)
+        return _verdict(verify_exact_match(tokens, draft_tokens, drafted), peaks)
 
     def soft(logits: Array) -> Verdict:
         scale = jnp.broadcast_to(inverse_temperature(sampling)[:, None], logits.shape[:2])
-        law = draws.law_of(logits, scale)
-        key = draw_key(sampling, prefix.positions, Purpose.TARGET)
-        coupled = verify_exact_match(draws.draw(law, key), draft_tokens, drafted)
-        rejection = verify_rejection(
-            law, draft_tokens, draft_probs, drafted, sampling, prefix.positions
+        law, positions = draws.law_of(logits, scale), prefix.positions
+
+        def coupled() -> Decision:
+            key = draw_key(sampling, positions, Purpose.TARGET)
+            return verify_exact_match(draws.draw(law, key), draft_tokens, drafted)
+
+        def rejection() -> Decision:
+            return verify_rejection(law, draft_tokens, draft_probs, drafted, sampling, positions)
+
+        by_row = zip(
+            _if(jnp.any(sampling.coupled), coupled, draft_tokens.shape[0]),
+            _if(jnp.any(~sampling.coupled), rejection, draft_tokens.shape[0]),
+            strict=True,
         )
-        num_accepted, next_token = (
-            jnp.where(sampling.coupled, *pair) for pair in zip(coupled, rejection, strict=True)
-        )
-        return _verdict(num_accepted, next_token, logits)
+        num_accepted, next_token = (jnp.where(sampling.coupled, *pair) for pair in by_row)
+        return _verdict((num_accepted, next_token), law.peak)
 
     with jax.named_scope("verify"):
         return by_kind(target_logits, sampling, prefix, greedy=greedy, soft=soft)
 
 
-def _verdict(num_accepted: Array, next_token: Array, logits: Array) -> Verdict:
-    """Judges the places that were used: those of the accepted drafts and of the next token."""
-    unused = jnp.arange(logits.shape[1]) > num_accepted[:, None]
-    peaks = jnp.max(logits, axis=-1)
+def _if(asked: Array, rule: Callable[[], Decision], rows: int) -> Decision:
+    """What a rule says, or zeros if no row asks for it."""
+    nothing = jnp.zeros((rows,), jnp.int32)
+    return jax.lax.cond(asked, rule, lambda: (nothing, nothing))
+
+
+def _verdict(decision: Decision, peaks: Array) -> Verdict:
+    """Judges the places that were used, those of the accepted drafts and of the next token, by
+    their largest logits `[B, K+1]`."""
+    unused = jnp.arange(peaks.shape[1]) > decision[0][:, None]
     finite = jnp.all(unused | (peaks < jnp.inf), axis=1)  # not so for NaN
     allowed = jnp.all(unused | (peaks != -jnp.inf), axis=1)
-    return Verdict(num_accepted, next_token, finite, allowed)
+    return Verdict(*decision, finite, allowed)
 
 
-def verify_exact_match(
-    target_tokens: Array, draft_tokens: Array, drafted: Array
-) -> tuple[Array, Array]:
+def verify_exact_match(target_tokens: Array, draft_tokens: Array, drafted: Array) -> Decision:
     """Keeps drafts while they equal the target's own tokens `[B, K+1]` (greedy and coupled).
 
     Coupled: the target's token at a position is drawn with noise that is a function of
@@ -108,7 +122,7 @@ def verify_rejection(
     drafted: Array,
     sampling: Sampling,
     positions: Array,
-) -> tuple[Array, Array]:
+) -> Decision:
     """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1). `law` is the
     target's, of K + 1 places; only that of the next token is written out."""
     coins = draws.uniform(draw_key(sampling, positions[:, :-1], Purpose.ACCEPT))
@@ -116,11 +130,10 @@ def verify_rejection(
     target_prob = draws.prob_of(law, padded)[:, :-1]
     num_accepted = count_accepted(draft_tokens, draft_probs, drafted, target_prob, coins)
     rows = jnp.arange(draft_tokens.shape[0])
-    target = softmax(law.logits[rows, num_accepted], law.scale[rows, num_accepted])
+    target = draws.probs_at(law, num_accepted)
     residual = residual_at(num_accepted, draft_tokens, draft_probs, drafted, target)
     key = draw_key(sampling, positions[rows, num_accepted][:, None], Purpose.TARGET)
-    next_law = draws.law_of(jnp.log(residual)[:, None], jnp.ones((rows.size, 1), jnp.float32))
-    return num_accepted, draws.draw(next_law, key)[:, 0]
+    return num_accepted, draws.draw_weighted(residual[:, None], key)[:, 0]
 
 
 def count_accepted(
