@@ -46,9 +46,9 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     """The most tokens asked for."""
     INVALID = 3
-    """The target's logits were not finite; nothing was emitted from them."""
+    """The target's logits for the next place were not finite."""
     FORBIDDEN = 4
-    """The row's settings allowed no token; nothing was emitted."""
+    """The row's settings allow no token in the next place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,17 +307,16 @@ def apply_stops(state: DecodeState, checked: Checked) -> tuple[Array, Array]:
     index = jnp.arange(run.shape[1], dtype=jnp.int32)
     is_stop = jnp.any(run[..., None] == state.sampling.stop_ids[:, None, :], axis=-1)
     is_last = state.lengths[:, None] + index + 1 >= state.max_lengths[:, None]
-    offered = verdict.num_accepted + 1
+    offered = jnp.minimum(verdict.num_accepted + 1, verdict.num_valid)
     ends = (is_stop | is_last) & (index < offered[:, None])
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
     stopped = jnp.take_along_axis(is_stop, first[:, None], axis=1)[:, 0]
-    reason = jnp.where(ended, jnp.where(stopped, Finish.STOP, Finish.LENGTH), Finish.RUNNING)
-    reason = jnp.where(verdict.allowed, reason, Finish.FORBIDDEN)
-    reason = jnp.where(verdict.finite, reason, Finish.INVALID)
+    no_law = jnp.where(verdict.finite, Finish.FORBIDDEN, Finish.INVALID)
+    going_on = jnp.where(offered > verdict.num_accepted, Finish.RUNNING, no_law)
+    reason = jnp.where(ended, jnp.where(stopped, Finish.STOP, Finish.LENGTH), going_on)
     running = state.finish == Finish.RUNNING
-    num_emitted = jnp.where(ended, first + 1, offered)
-    num_emitted = jnp.where(running & verdict.finite & verdict.allowed, num_emitted, 0)
+    num_emitted = jnp.where(running, jnp.where(ended, first + 1, offered), 0)
     return num_emitted, jnp.where(running, reason.astype(jnp.int32), state.finish)
 
 

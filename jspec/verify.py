@@ -36,10 +36,12 @@ class Verdict(NamedTuple):
     """`[B]` int32 in 0..K; never counts the next token."""
     next_token: Array
     """`[B]` int32: recovered or bonus token."""
+    num_valid: Array
+    """`[B]` int32 in 0..K+1: places before the first that has no law. Tokens from there on mean
+    nothing, accepted or not."""
     finite: Array
-    """`[B]` bool: no logits that it rests on are NaN or infinite."""
-    allowed: Array
-    """`[B]` bool: everywhere that it rests on, some token is allowed."""
+    """`[B]` bool: that place has no law because no token is allowed; False: because its logits
+    are NaN or infinite."""
 
 
 def verify(
@@ -96,12 +98,11 @@ def _if(asked: Array, rule: Callable[[], Decision], rows: int) -> Decision:
 
 
 def _verdict(decision: Decision, peaks: Array) -> Verdict:
-    """Judges the places that were used, those of the accepted drafts and of the next token, by
-    their largest logits `[B, K+1]`."""
-    unused = jnp.arange(peaks.shape[1]) > decision[0][:, None]
-    finite = jnp.all(unused | (peaks < jnp.inf), axis=1)  # not so for NaN
-    allowed = jnp.all(unused | (peaks != -jnp.inf), axis=1)
-    return Verdict(*decision, finite, allowed)
+    """Adds which places have a law, by their largest logits `[B, K+1]`."""
+    num_valid = _leading_true(jnp.isfinite(peaks))
+    first_without = jnp.minimum(num_valid, peaks.shape[1] - 1)[:, None]
+    peak = jnp.take_along_axis(peaks, first_without, axis=1)[:, 0]
+    return Verdict(*decision, num_valid, peak == -jnp.inf)
 
 
 def verify_exact_match(target_tokens: Array, draft_tokens: Array, drafted: Array) -> Decision:

@@ -258,8 +258,8 @@ MUTATIONS = (
     Mutation(
         "idle rows: they take part in the round",
         "jspec/decode.py",
-        "num_emitted = jnp.where(running & verdict.finite",
-        "num_emitted = jnp.where(verdict.finite",
+        "num_emitted = jnp.where(running, jnp.where(ended",
+        "num_emitted = jnp.where(True, jnp.where(ended",
         MIXED,
     ),
 )

@@ -171,8 +171,26 @@ def test_logits_that_are_not_finite_end_the_row_before_they_are_used(bad):
     broken = COUNTING.at[3].set(bad)
     config = DecodeConfig(markov(10), TableDrafter(4, deterministic=True), (5,))
     state = run(config, (broken, COUNTING), start(config, [[0], [5]], max_tokens=5, capacity=64))
-    assert rows_of(state) == [[0], [5, 6, 7, 8, 9, 0]]
+    assert rows_of(state) == [[0, 1, 2, 3], [5, 6, 7, 8, 9, 0]]
     assert state.finish.tolist() == [Finish.INVALID, Finish.LENGTH]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf], ids=["not finite", "nothing allowed"])
+def test_a_stop_before_a_place_without_a_law_wins(bad, temperature):
+    """As in plain decoding, which never gets there. Row 1 starts behind the stop."""
+    broken = COUNTING.at[3].set(bad)
+    for K in (0, 4):
+        drafter = TableDrafter(K, deterministic=True) if K else NoDrafter()
+        config = DecodeConfig(markov(10), drafter, (K + 1,))
+        settings = sampling(2, vocab_size=10, temperature=temperature, top_k=1)
+        state = start(
+            config, [[0], [3]], max_tokens=5, settings=settings, stop_ids=[2], capacity=64
+        )
+        state = run(config, (broken, COUNTING), state)
+        assert rows_of(state) == [[0, 1, 2], [3]]
+        failure = Finish.INVALID if jnp.isnan(bad) else Finish.FORBIDDEN
+        assert state.finish.tolist() == [Finish.STOP, failure]
 
 
 def test_a_finished_row_changes_no_more():

@@ -61,11 +61,15 @@ class OutputText:
 
         `ended`: there are no more. `by_token`: the last one is a stop token, not text.
         """
-        readable = len(ids) - 1 if by_token and not self._include_stop else len(ids)
-        for index, token in enumerate(ids):
-            self._num_tokens += 1
-            if index < readable and self._add(self._detokenizer.push([token])):
+        readable = ids[:-1] if by_token and not self._include_stop else ids
+        # One by one only where it matters which token completes a stop string.
+        pieces = [[token] for token in readable] if self._stops else [readable]
+        start = self._num_tokens
+        for piece in pieces:
+            self._num_tokens += len(piece)
+            if self._add(self._detokenizer.push(piece)):
                 return self._num_tokens
+        self._num_tokens = start + len(ids)
         if ended and self._add(self._detokenizer.flush()):
             return self._num_tokens
         return None
