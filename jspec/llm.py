@@ -104,6 +104,7 @@ class LLM:
         self.model = target.model
         self.params = (target.params, drafter_params)
         self.tokenizer: Tokenizer | Any = tokenizer or target.tokenizer
+        self._decode = loading.decoder(self.tokenizer, skip_special_tokens=False)
         self.max_model_len = min(
             max_model_len or target.model.max_position_embeddings,
             target.model.max_position_embeddings,
@@ -131,7 +132,7 @@ class LLM:
         """Completes each prompt (a text or token ids); one `SamplingParams`, or one each."""
         prompts = _as_list(prompts)
         requests = self._requests(prompts, sampling_params)
-        outputs: list[list[CompletionOutput]] = [[] for _ in requests]
+        finished: list[list[CompletionOutput]] = [[] for _ in requests]
         results: list[RequestOutput] = []
         for batch in _batches(requests, self._batch_sizes[-1]):
             parts = [part for _, part in batch]
@@ -140,12 +141,12 @@ class LLM:
             *_, last = self._run(parts, rows, bursts)
             for row, done in zip(rows, last, strict=True):
                 index = batch[row.part][0]
-                number = len(outputs[index])
+                number = len(finished[index])
                 completed = self._completion(requests[index], number, done, row.text)
-                outputs[index].append(completed)
+                finished[index].append(completed)
                 if number + 1 == requests[index].params.n:
                     prompt = _text_or_none(prompts[index])
-                    results.append(self._result(requests[index], prompt, outputs[index], done))
+                    results.append(self._result(requests[index], prompt, finished[index], done))
             if progress is not None:
                 progress("generating", len(results), len(requests))
         return results
@@ -241,9 +242,7 @@ class LLM:
         return outputs.request_output(request, prompt, completed, done, self._decode_one)
 
     def _decode_one(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return loading.decoder(self.tokenizer, skip_special_tokens=False)([token])
+        return None if self.tokenizer is None else self._decode([token])
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format, ready for its answer."""
@@ -284,15 +283,12 @@ class LLM:
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         seed = secrets.randbits(32) if params.seed is None else params.seed
         seeds = tuple((seed + j) % (MAX_SEED + 1) for j in range(params.n))
-        request = Request(ids, params, stop_ids, self._bad_words(params), seeds)
+        bad_words = loading.encode_bad_words(
+            self.tokenizer, params.bad_words, self.model.vocab_size
+        )
+        request = Request(ids, params, stop_ids, bad_words, seeds)
         check_possible(request, self.model.vocab_size)
         return request
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.bad_words:
-            return ()
-        found = loading.encode_bad_words(self.tokenizer, params.bad_words)
-        return tuple(w for w in found if all(0 <= t < self.model.vocab_size for t in w))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

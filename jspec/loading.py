@@ -176,10 +176,16 @@ def encode_plainly(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text))
 
 
-def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def encode_bad_words(
+    tokenizer: Any, words: Sequence[str], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
     """The token sequences that would write each word, at the start of a text and after a space."""
-    found = []
+    found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip() or word
-        found += [encode_plainly(tokenizer, bare), encode_plainly(tokenizer, " " + bare)]
-    return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
+        ways = [tuple(encode_plainly(tokenizer, text)) for text in (bare, " " + bare)]
+        known = [ids for ids in ways if ids and all(0 <= t < vocab_size for t in ids)]
+        if not known:
+            raise JspecError(f"bad_words: {word!r} cannot be written with the model's tokens")
+        found |= dict.fromkeys(known)
+    return tuple(found)

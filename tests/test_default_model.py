@@ -46,6 +46,39 @@ def test_chat_ends_with_an_end_token(llm):
     assert "<|im_end|>" not in out.text
 
 
+def test_special_tokens_show_when_asked_for(llm):
+    question = [{"role": "user", "content": "What is 2+2? Answer with one number."}]
+    shown = {
+        (skip, include): llm.chat(
+            question,
+            jspec.SamplingParams(
+                temperature=0.0,
+                max_tokens=60,
+                skip_special_tokens=skip,
+                include_stop_str_in_output=include,
+            ),
+        )[0].text
+        for skip in (True, False)
+        for include in (True, False)
+    }
+    plain = shown[True, False]
+    assert shown[True, True] == shown[False, False] == plain
+    assert shown[False, True] == plain + "<|im_end|>"
+
+
+def test_a_stop_string_of_several_tokens(llm):
+    case = smollm2_cases()[0]
+    whole = llm.generate([case.token_ids.tolist()], FORCED)[0].text
+    stop = whole[60:72]
+    settings = dataclasses.replace(FORCED, stop=stop)
+    (out,) = llm.generate([case.token_ids.tolist()], settings)
+    assert out.text == whole[: whole.index(stop)]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert out.token_ids == case.greedy_ids[: len(out.token_ids)].tolist()
+    assert stop in llm.tokenizer.decode(out.token_ids)
+    assert stop not in llm.tokenizer.decode(out.token_ids[:-1])
+
+
 TOPICS = (
     "a lighthouse keeper",
     "the history of bread",

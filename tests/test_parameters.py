@@ -524,6 +524,7 @@ BAD_CALLS = [
     ({"stop_token_ids": [61]}, r"stop_token_ids=\[61\]: token id 61"),
     ({"logprobs": 6}, "logprobs=6: is above the engine's max_logprobs=5"),
     ({"prompt_logprobs": 6}, "prompt_logprobs=6"),
+    ({"bad_words": ["a", "\u00e9t"]}, "bad_words: 'ét' cannot be written"),
     (
         {"allowed_token_ids": [0], "bad_words": ["a"]},
         r"allowed_token_ids=\[0\]: no token is left",
