@@ -365,5 +365,7 @@ def test_figures_of_plain_decoding_have_no_acceptance():
 
 
 if __name__ == "__main__":
+    # A shell that starts the tests in its background leaves Ctrl-C ignored in all below it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["jspec.llm"] = sys.modules["__main__"]
     cli.main()
