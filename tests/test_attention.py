@@ -29,7 +29,10 @@ def in_block(cache, queries, keys, values, lengths):
     """Attention of the T tokens at `lengths[b]` .. , whose keys are cut from the full arrays."""
     width = queries.shape[1]
     where = jnp.asarray(lengths)[:, None] + jnp.arange(width)
-    cut = lambda x: jnp.take_along_axis(x, where[..., None, None], axis=1)  # noqa: E731
+
+    def cut(x):
+        return jnp.take_along_axis(x, where[..., None, None], axis=1)
+
     return attend(cache_lib.open_block(cache, width), 0, queries, cut(keys), cut(values))[0]
 
 

@@ -54,7 +54,10 @@ def test_tokens_do_not_depend_on_the_mesh(drafter, shape):
 
 def test_axes_go_where_the_rules_say():
     mesh = mesh_of((2, 2))
-    spec = lambda shape, axes: named_sharding(mesh, shape, axes).spec  # noqa: E731
+
+    def spec(shape, axes):
+        return named_sharding(mesh, shape, axes).spec
+
     assert spec((8, 4, 6), ("heads", None, None)) == jax.P("model", None, None)
     assert spec((8, 3), ("batch", "vocab")) == jax.P("data", None)  # 3 is not a multiple of 2
     only_data = mesh_of((4,), ("data",))
