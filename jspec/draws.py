@@ -17,7 +17,7 @@ from jax import Array
 
 GROUP_SIZE = 16
 """Tokens a group (see `Law`)."""
-_CHUNK = 128
+_NUM_CHUNKS = 128
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -176,17 +176,17 @@ def largest(x: Array) -> tuple[Array, Array]:
     argmax is ten times slower.
     """
     size = x.shape[-1]
-    if size <= _CHUNK:
+    if size <= _NUM_CHUNKS:
         return jnp.max(x, axis=-1), _first_largest(x)
-    missing = -size % _CHUNK
+    missing = -size % _NUM_CHUNKS
     if missing:
         pads = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
         x = jnp.pad(x, pads, constant_values=-jnp.inf)
-    chunks = x.reshape(*x.shape[:-1], -1, _CHUNK)
+    chunks = x.reshape(*x.shape[:-1], _NUM_CHUNKS, -1)  # so a split vocabulary stays split
     peaks = jnp.max(chunks, axis=-1)
     which = _first_largest(peaks)
     inside = jnp.take_along_axis(chunks, which[..., None, None], axis=-2)[..., 0, :]
-    index = jnp.minimum(which * _CHUNK + _first_largest(inside), size - 1)
+    index = jnp.minimum(which * chunks.shape[-1] + _first_largest(inside), size - 1)
     return jnp.max(peaks, axis=-1), index
 
 

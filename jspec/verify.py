@@ -8,6 +8,7 @@ K tokens; the position after its last draft is an ordinary draw from the target.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import draws
-from jspec.draws import Law, Purpose
+from jspec.draws import Purpose
 from jspec.sampling import (
     Prefix,
     Sampling,
@@ -24,9 +25,15 @@ from jspec.sampling import (
     draw_key,
     inverse_temperature,
 )
-
-Decision = tuple[Array, Array]
-"""`num_accepted` and `next_token` of a `Verdict`."""
+from pallas_kernels import dispatch
+from pallas_kernels.rejection_sampling import (
+    Outcome,
+    are_drafted,
+    coupled_from_logits,
+    leading_true,
+    rejection_from_logits,
+    verify_exact_match,
+)
 
 
 class Verdict(NamedTuple):
@@ -62,120 +69,63 @@ def verify(
       target_logits: `[B, K+1, V]`; entry j is for the place of draft j.
       prefix: the tokens before the K + 1 places.
     """
-    drafted = jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]
+    rows, width = draft_tokens.shape
 
     def greedy(logits: Array) -> Verdict:
         peaks, tokens = draws.largest(logits)
-        return _verdict(verify_exact_match(tokens, draft_tokens, drafted), peaks)
+        drafted = are_drafted(draft_tokens, num_drafted)
+        decision = verify_exact_match(tokens, draft_tokens, drafted)
+        return _verdict(Outcome(*decision, peaks))
 
     def soft(logits: Array) -> Verdict:
-        scale = jnp.broadcast_to(inverse_temperature(sampling)[:, None], logits.shape[:2])
-        law, positions = draws.law_of(logits, scale), prefix.positions
+        scale, positions = inverse_temperature(sampling), prefix.positions
+        keys = draw_key(sampling, positions, Purpose.TARGET)
+        drafts = draft_tokens, draft_probs, num_drafted
 
-        def coupled() -> Decision:
-            key = draw_key(sampling, positions, Purpose.TARGET)
-            return verify_exact_match(draws.draw(law, key), draft_tokens, drafted)
+        def coupled() -> Outcome:
+            return _coupled(draft_tokens, num_drafted, logits, scale, keys, implementation=kind)
 
-        def rejection() -> Decision:
-            return verify_rejection(law, draft_tokens, draft_probs, drafted, sampling, positions)
+        def rejection() -> Outcome:
+            coins = draws.uniform(draw_key(sampling, positions[:, :-1], Purpose.ACCEPT))
+            return _rejection(*drafts, logits, scale, coins, keys, implementation=kind)
 
-        by_row = zip(
-            _if(jnp.any(sampling.coupled), coupled, draft_tokens.shape[0]),
-            _if(jnp.any(~sampling.coupled), rejection, draft_tokens.shape[0]),
-            strict=True,
+        kind = _implementation()
+        by_rule = (
+            _if(jnp.any(sampling.coupled), coupled, rows, width),
+            _if(jnp.any(~sampling.coupled), rejection, rows, width),
         )
-        num_accepted, next_token = (jnp.where(sampling.coupled, *pair) for pair in by_row)
-        return _verdict((num_accepted, next_token), law.peak)
+        return _verdict(jax.tree.map(functools.partial(_where, sampling.coupled), *by_rule))
 
     with jax.named_scope("verify"):
         return by_kind(target_logits, sampling, prefix, greedy=greedy, soft=soft)
 
 
-def _if(asked: Array, rule: Callable[[], Decision], rows: int) -> Decision:
+_coupled = jax.jit(coupled_from_logits, static_argnames="implementation")  # traced once a shape
+_rejection = jax.jit(rejection_from_logits, static_argnames="implementation")
+
+
+def _implementation() -> dispatch.Implementation:
+    """On a mesh the laws may be split over the vocabulary; there XLA reduces them where they lie,
+    while a kernel would have to gather them."""
+    on_mesh = not jax.sharding.get_abstract_mesh().empty
+    return dispatch.Implementation.XLA if on_mesh else dispatch.current()
+
+
+def _if(asked: Array, rule: Callable[[], Outcome], rows: int, width: int) -> Outcome:
     """What a rule says, or zeros if no row asks for it."""
     nothing = jnp.zeros((rows,), jnp.int32)
-    return jax.lax.cond(asked, rule, lambda: (nothing, nothing))
+    nothing = Outcome(nothing, nothing, jnp.zeros((rows, width + 1), jnp.float32))
+    return jax.lax.cond(asked, rule, lambda: nothing)
 
 
-def _verdict(decision: Decision, peaks: Array) -> Verdict:
-    """Adds which places have a law, by their largest logits `[B, K+1]`."""
-    num_valid = _leading_true(jnp.isfinite(peaks))
+def _where(by_row: Array, x: Array, y: Array) -> Array:
+    return jnp.where(by_row.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+
+def _verdict(outcome: Outcome) -> Verdict:
+    """Adds which places have a law, by their largest logits."""
+    num_accepted, next_token, peaks = outcome
+    num_valid = leading_true(jnp.isfinite(peaks))
     first_without = jnp.minimum(num_valid, peaks.shape[1] - 1)[:, None]
     peak = jnp.take_along_axis(peaks, first_without, axis=1)[:, 0]
-    return Verdict(*decision, num_valid, peak == -jnp.inf)
-
-
-def verify_exact_match(target_tokens: Array, draft_tokens: Array, drafted: Array) -> Decision:
-    """Keeps drafts while they equal the target's own tokens `[B, K+1]` (greedy and coupled).
-
-    Coupled: the target's token at a position is drawn with noise that is a function of
-    (seed, position); so the text does not depend on the drafts at all.
-    """
-    num_accepted = _leading_true(drafted & (draft_tokens == target_tokens[:, :-1]))
-    return num_accepted, jnp.take_along_axis(target_tokens, num_accepted[:, None], axis=1)[:, 0]
-
-
-@jax.jit  # traced once a shape
-def verify_rejection(
-    law: Law,
-    draft_tokens: Array,
-    draft_probs: Array | None,
-    drafted: Array,
-    sampling: Sampling,
-    positions: Array,
-) -> Decision:
-    """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1). `law` is the
-    target's, of K + 1 places; only that of the next token is written out."""
-    coins = draws.uniform(draw_key(sampling, positions[:, :-1], Purpose.ACCEPT))
-    padded = jnp.pad(draft_tokens, [(0, 0), (0, 1)])  # reading K of K + 1 places copies them
-    target_prob = draws.prob_of(law, padded)[:, :-1]
-    num_accepted = count_accepted(draft_tokens, draft_probs, drafted, target_prob, coins)
-    rows = jnp.arange(draft_tokens.shape[0])
-    target = draws.probs_at(law, num_accepted)
-    residual = residual_at(num_accepted, draft_tokens, draft_probs, drafted, target)
-    key = draw_key(sampling, positions[rows, num_accepted][:, None], Purpose.TARGET)
-    return num_accepted, draws.draw_weighted(residual[:, None], key)[:, 0]
-
-
-def count_accepted(
-    draft_tokens: Array,
-    draft_probs: Array | None,
-    drafted: Array,
-    target_prob: Array,
-    coins: Array,
-) -> Array:
-    """`[B]`: drafts before the first with `coin * draft_prob >= target_prob`, the rule without a
-    division. `coins` and `target_prob` (of the drafts) are `[B, K]`."""
-    if draft_probs is None:
-        return _leading_true(drafted & (coins < target_prob))
-    token = jnp.maximum(draft_tokens, 0)[..., None]
-    draft_prob = jnp.take_along_axis(draft_probs, token, axis=2)[..., 0]
-    return _leading_true(drafted & (coins * draft_prob < target_prob))
-
-
-def residual_at(
-    num_accepted: Array,
-    draft_tokens: Array,
-    draft_probs: Array | None,
-    drafted: Array,
-    target: Array,
-) -> Array:
-    """The law `[B, V]` of the next token, not normalised: max(target - draft, 0) at the first
-    rejection (eq. 2), the target's own law `target` `[B, V]` where nothing was drafted."""
-    B, K = draft_tokens.shape
-    if K == 0:
-        return target
-    rows, at = jnp.arange(B), jnp.minimum(num_accepted, K - 1)
-    rejected = (num_accepted < K) & drafted[rows, at]
-    if draft_probs is None:
-        draft = jax.nn.one_hot(draft_tokens[rows, at], target.shape[-1], dtype=jnp.float32)
-    else:
-        draft = draft_probs[rows, at]
-    residual = jnp.maximum(target - jnp.where(rejected[:, None], draft, 0.0), 0.0)
-    # Equal laws leave nothing but rounding to reject; then the target's law is the limit.
-    return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, target)
-
-
-def _leading_true(flags: Array) -> Array:
-    """`[B]` int32: how many of `[B, K]` are true before the first false."""
-    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return Verdict(num_accepted, next_token, num_valid, peak == -jnp.inf)

@@ -1,1 +1,1 @@
-"""Kernels for Hopper GPUs. None yet: `jspec.attention` and `jspec.verify` run as plain JAX."""
+"""Kernels for Hopper GPUs in Pallas Mosaic GPU, each behind the same function as its plain JAX."""

@@ -37,38 +37,39 @@ class Mutation(NamedTuple):
 
 
 MIXED = "tests/test_laws.py -k 'mixed_batch and not none'"
+RULES = "pallas_kernels/rejection_sampling/reference.py"
 MUTATIONS = (
     Mutation(
         "residual: the target's law instead of max(target - draft, 0)",
-        "jspec/verify.py",
+        RULES,
         "residual = jnp.maximum(target - jnp.where(rejected[:, None], draft, 0.0), 0.0)",
         "residual = target",
         MIXED,
     ),
     Mutation(
         "residual: a soft draft counts as certain",
-        "jspec/verify.py",
-        "draft = draft_probs[rows, at]",
-        "draft = jax.nn.one_hot(draft_tokens[rows, at], target.shape[-1], dtype=jnp.float32)",
+        RULES,
+        "probs = None if draft_probs is None else draft_probs[rows, at]",
+        "probs = None",
         MIXED,
     ),
     Mutation(
         "acceptance: the draft's own probability is ignored",
-        "jspec/verify.py",
-        "coins * draft_prob < target_prob",
+        RULES,
+        "coins * prob_at(draft_probs, draft_tokens) < target_prob",
         "coins < target_prob",
         MIXED,
     ),
     Mutation(
         "acceptance: of a place behind a rejected draft",
-        "jspec/verify.py",
+        RULES,
         "jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)",
         "jnp.sum(flags.astype(jnp.int32), axis=1, dtype=jnp.int32)",
         MIXED,
     ),
     Mutation(
         "acceptance: drafts that were not made",
-        "jspec/verify.py",
+        RULES,
         "jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None]",
         "jnp.arange(draft_tokens.shape[1]) < num_drafted[:, None] + 9",
         "tests/test_verify.py -k only_what_was_drafted",
@@ -187,9 +188,9 @@ MUTATIONS = (
     ),
     Mutation(
         "attention: a token sees the next slot",
-        "jspec/attention.py",
-        "visible = (slots <= positions",
-        "visible = (slots <= 1 + positions",
+        "pallas_kernels/paged_attention/reference.py",
+        "visible = age >= 0 if a.window is None",
+        "visible = age >= -1 if a.window is None",
         "tests/test_decode.py -k uncached_reference",
     ),
     Mutation(

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from jspec import cache as cache_lib
-from jspec.attention import KEY_TILE, attend
+from jspec.attention import attend
 from jspec.cache import CacheSpec
+from pallas_kernels.paged_attention.reference import KEY_TILE
 
 NKV, H = 2, 8
 

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A package stands for all its modules, which may import one another; a module
 # named as well stands where it is named.
 FLOORS = (
+    ("jspec.draws",),  # one generator, for kernels and engine
     ("pallas_kernels",),
-    ("jspec.config", "jspec.sharding", "jspec.errors", "jspec.metrics", "jspec.draws"),
+    ("jspec.config", "jspec.sharding", "jspec.errors", "jspec.metrics"),
     ("jspec.params", "jspec.cache", "jspec.sampling", "jspec.rope"),
     ("checkpoints",),
     ("jspec.attention", "jspec.verify", "jspec.logprobs", "jspec.tree"),

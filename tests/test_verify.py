@@ -3,7 +3,12 @@ import numpy as np
 from tiny import sampling
 
 from jspec.sampling import chain_prefix
-from jspec.verify import count_accepted, residual_at, verify, verify_exact_match
+from jspec.verify import verify
+from pallas_kernels.rejection_sampling.reference import (
+    count_accepted,
+    residual_at,
+    verify_exact_match,
+)
 
 LAW = jnp.array([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]])
 

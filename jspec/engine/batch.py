@@ -35,7 +35,7 @@ from jspec.logprobs import TokenLogprobs
 from jspec.metrics import Metrics
 from jspec.params import is_spec
 from jspec.sampling import LogitsProcessor
-from jspec.sharding import tree_shardings
+from jspec.sharding import on_mesh, tree_shardings
 
 ALL_ROUNDS = np.iinfo(np.int32).max
 
@@ -178,7 +178,8 @@ class BatchRunner:
             specs = state_specs(jax.eval_shape(function, *arguments))
             shardings = tree_shardings(self.mesh, specs, is_spec)
         program = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
-        return program.lower(*arguments).compile()
+        with on_mesh(self.mesh):
+            return program.lower(*arguments).compile()
 
 
 class _Reader:
