@@ -330,8 +330,8 @@ def decide(rule: str, inputs: dict[str, Any], implementation: str) -> Any:
     """`(num_accepted, next_token)` by a rule."""
     if rule == "coupled":
         taken = {k: inputs[k] for k in ("draft_tokens", "num_drafted", "logits", "scale", "keys")}
-        return coupled_from_logits(**taken, implementation=implementation)
-    return rejection_from_logits(**inputs, implementation=implementation)
+        return coupled_from_logits(**taken, implementation=implementation)[:2]
+    return rejection_from_logits(**inputs, implementation=implementation)[:2]
 
 
 def check_sampling(case: Sampling, seed: int, implementations: tuple[str, ...]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Law(NamedTuple):
     scale: Array
     """`[...]`."""
     peak: Array
-    """`[...]`: the largest logit."""
+    """`[...]`: the largest logit; infinite if any is NaN."""
     group_weights: Array
     """`[..., groups]`: sums of exp((logits - peak) * scale). Token v lies in group v % groups."""
 
@@ -97,7 +97,7 @@ class Law(NamedTuple):
 @jax.jit  # traced once a shape
 def law_of(logits: Array, scale: Array) -> Law:
     """The law of `[..., V]` logits; `scale` `[...]` is the inverse temperature."""
-    peak = jnp.max(logits, axis=-1)
+    peak = jnp.max(nan_as_inf(logits), axis=-1)
     above = _grouped(logits) - peak[..., None, None]
     weights = jnp.sum(jnp.exp(above * scale[..., None, None]), axis=-2)
     return Law(logits, scale, peak, jax.lax.optimization_barrier(weights))
@@ -169,13 +169,13 @@ def argmax(x: Array) -> Array:
 
 @jax.jit  # traced once a shape
 def largest(x: Array) -> tuple[Array, Array]:
-    """Value and int32 index of the first of the largest entries on the last axis; NaN has the
-    value NaN and any index.
+    """Value and int32 index of the first of the largest entries on the last axis; NaN counts as
+    infinite.
 
     By chunks and then inside one: plain maxima, which XLA vectorises on a CPU, where its own
     argmax is ten times slower.
     """
-    size = x.shape[-1]
+    x, size = nan_as_inf(x), x.shape[-1]
     if size <= _NUM_CHUNKS:
         return jnp.max(x, axis=-1), _first_largest(x)
     missing = -size % _NUM_CHUNKS
@@ -188,6 +188,11 @@ def largest(x: Array) -> tuple[Array, Array]:
     inside = jnp.take_along_axis(chunks, which[..., None, None], axis=-2)[..., 0, :]
     index = jnp.minimum(which * chunks.shape[-1] + _first_largest(inside), size - 1)
     return jnp.max(peaks, axis=-1), index
+
+
+def nan_as_inf(x: Array) -> Array:
+    """A maximum overlooks NaN on some devices (on a CPU, XLA's does); infinity it sees."""
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 def _first_largest(x: Array) -> Array:

@@ -107,8 +107,8 @@ _rejection = jax.jit(rejection_from_logits, static_argnames="implementation")
 def _implementation() -> dispatch.Implementation:
     """On a mesh the laws may be split over the vocabulary; there XLA reduces them where they lie,
     while a kernel would have to gather them."""
-    on_mesh = not jax.sharding.get_abstract_mesh().empty
-    return dispatch.Implementation.XLA if on_mesh else dispatch.current()
+    is_split = jax.sharding.get_abstract_mesh().size > 1
+    return dispatch.Implementation.XLA if is_split else dispatch.current()
 
 
 def _if(asked: Array, rule: Callable[[], Outcome], rows: int, width: int) -> Outcome:

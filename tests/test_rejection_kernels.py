@@ -139,7 +139,8 @@ def race(weights, *key):
 
 def call(name, *args, implementation):
     function = functools.partial(getattr(rejection_sampling, name), implementation=implementation)
-    return [x.tolist() for x in jax.jit(function)(*jax.tree.map(jnp.asarray, args))]
+    decision = jax.jit(function)(*jax.tree.map(jnp.asarray, args))[:2]
+    return [x.tolist() for x in decision]
 
 
 @functools.cache
@@ -155,6 +156,22 @@ def test_a_chain_by_rejection(V, K, soft, implementation):
     args = (*case.drafts, case.logits, case.scale, case.coins, case.keys)
     found = call("rejection_from_logits", *args, implementation=implementation)
     assert found == list(expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["rejection_from_logits", "coupled_from_logits"])
+def test_peaks_tell_which_places_have_a_law(name, implementation):
+    case = make_case(8195, 3, soft=False)
+    logits = case.logits.copy()
+    logits[0, 1], logits[1, 2, 77], logits[2, 3, 5] = -np.inf, np.nan, np.inf
+    drafts = case.drafts if name == "rejection_from_logits" else (case.tokens, case.num_drafted)
+    coins = (case.coins,) if name == "rejection_from_logits" else ()
+    args = jax.tree.map(jnp.asarray, (*drafts, logits, case.scale, *coins, case.keys))
+    function = functools.partial(getattr(rejection_sampling, name), implementation=implementation)
+    peaks = np.asarray(jax.jit(function)(*args).peaks)
+    np.testing.assert_array_equal(np.isfinite(peaks), np.isfinite(logits.max(axis=-1)))
+    np.testing.assert_array_equal(peaks[0, 1], -np.inf)
+    np.testing.assert_array_equal(peaks[:, 0], logits[:, 0].max(axis=-1))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

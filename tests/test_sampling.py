@@ -269,3 +269,13 @@ def test_argmax_is_the_first_of_the_largest(size):
     x = rng.integers(0, 4, size=(50, size)).astype(np.float32)
     np.testing.assert_array_equal(argmax(jnp.asarray(x)), np.argmax(x, axis=1))
     assert argmax(jnp.full((2, size), -jnp.inf)).tolist() == [0, 0]
+
+
+def test_one_nan_among_many_logits_is_seen():
+    """XLA's maximum on a CPU overlooks it."""
+    logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
+    logits[1, 77] = np.nan
+    want = [True, False, True]
+    assert np.isfinite(jax.jit(draws.largest)(logits)[0]).tolist() == want
+    law = jax.jit(draws.law_of)(logits, jnp.ones((3,)))
+    assert np.isfinite(law.peak).tolist() == want

@@ -41,6 +41,7 @@ def combine(plan: Plan, queries, rows, scales, values, tops, totals) -> Array:
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_attention_combine",
     )(rows, scales, values, tops, totals)
 
 

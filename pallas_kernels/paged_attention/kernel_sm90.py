@@ -40,6 +40,10 @@ from pallas_kernels.paged_attention.plan import (
     transforms,
 )
 
+_COMPUTE_REGISTERS, _FETCH_REGISTERS = 200, 104
+"""Of a thread, where three warpgroups share a processor's 512 for each lane. With fewer for
+either, heads of 256 spill (tests/hopper)."""
+
 
 def attend(a: Arguments, *, interpret: bool) -> Array:
     """`[B, T, N, H]`; `interpret`: on a CPU, to test."""
@@ -67,6 +71,7 @@ def _attend(plan: Plan, operands: tuple[Array, ...]) -> Array:
         num_threads=plan.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_attention",
     )(*operands)
     return out[0] if plan.splits == 1 else combine(plan, queries, rows, scales, *out)
 
@@ -190,13 +195,13 @@ def _body(plan: Plan, q, keys, values, table, rows, seen, scales, k_block, v_blo
         @pl.when(warpgroup < plan.warpgroups)
         def _compute():
             if plan.warpgroups > 1:
-                plgpu.set_max_registers(200, action="increase")
+                plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             _compute_tiles(plan, place, pages, warpgroup, q, seen, scales, refs, s)
 
         @pl.when(warpgroup == plan.warpgroups)
         def _fetch():
             if plan.warpgroups > 1:
-                plgpu.set_max_registers(104, action="decrease")
+                plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
             source = _Source(plan, place, pages, (keys, values), (k_block, v_block), s)
             (_fetch_converted if plan.ahead else _fetch_direct)(source)
 
@@ -237,9 +242,10 @@ class _Source(NamedTuple):
         tokens = self.blocks[which].at[pl.ds(start, TILE), self.columns()]
         plgpu.copy_gmem_to_smem(tokens, self.smem["block_tile"], self.smem["block_full"].at[0])
 
-    def compose(self, tile: Any, paged: Any, out: Any) -> None:
-        """Writes to `out` what `paged` holds below `length`, the block's tokens up to `end`, and
-        zeros beyond, and where the table points outside the pool: what lies there may be NaN."""
+    def compose(self, tile: Any, out: Any) -> None:
+        """Leaves in `out`, which holds the pages, what they hold below `length`; writes the block's
+        tokens up to `end`; and zeros beyond, and where the table points outside the pool: what
+        lies there may be NaN."""
         place, plan = self.place, self.plan
         shape = (TILE, plan.part_width)
 
@@ -250,9 +256,7 @@ class _Source(NamedTuple):
             slots = offset + tile * TILE
             in_pages = (slots < place.length) & self.table.holds(tile, offset)
             in_block = (slots >= place.length) & (slots < place.end)
-            old, own = (
-                _load(x.at[:, columns], out.dtype) for x in (paged, self.smem["block_tile"])
-            )
+            old, own = (_load(x.at[:, columns], out.dtype) for x in (out, self.smem["block_tile"]))
             zeros = plgpu.layout_cast(jnp.zeros(shape, out.dtype), WGMMA)
             out[:, columns] = jnp.where(in_pages, old, jnp.where(in_block, own, zeros))
 
@@ -279,7 +283,9 @@ class _Source(NamedTuple):
 def _load(tile: Any, dtype: Any) -> Array:
     """A tile in registers; fp8 goes by way of float16, the one conversion that Hopper has."""
     x = plgpu.load(tile, layout=WGMMA, optimized=False)
-    return x if x.dtype == dtype else x.astype(jnp.float16).astype(jnp.float32).astype(dtype)
+    if x.dtype != dtype:
+        x = x.astype(jnp.float16)
+    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
 
 
 def _fetch_direct(source: _Source) -> None:
@@ -298,7 +304,7 @@ def _fetch_direct(source: _Source) -> None:
             source.copy_pages(which, tile, s[f"{name}_tile"].at[slot], s["block_full"].at[0])
             source.copy_block(which, tile)
             plgpu.barrier_wait(s["block_full"].at[0])
-            source.compose(tile, s[f"{name}_tile"].at[slot], s[f"{name}_tile"].at[slot])
+            source.compose(tile, s[f"{name}_tile"].at[slot])
             source.hand_over(slot, name)
 
     @pl.loop(source.place.first, source.place.last)
@@ -325,20 +331,18 @@ def _fetch_converted(source: _Source) -> None:
         slot = source.slot(tile, name)
         pages, out = s[f"{name}_pages"].at[arrived], s[f"{name}_tile"].at[slot]
 
-        @pl.when(place.is_paged(tile))
-        def _():
-            @pl.loop(0, plan.head_dim // plan.part_width)
-            def _(part):
-                columns = plan.part(part)
-                out[:, columns] = _load(pages.at[:, columns], out.dtype)
+        @pl.loop(0, plan.head_dim // plan.part_width)
+        def _(part):
+            columns = plan.part(part)
+            out[:, columns] = _load(pages.at[:, columns], out.dtype)
 
-            plgpu.commit_smem()
+        plgpu.commit_smem()
 
         @pl.when(jnp.logical_not(place.is_paged(tile)))
         def _():
             source.copy_block(which, tile)
             plgpu.barrier_wait(s["block_full"].at[0])
-            source.compose(tile, pages, out)
+            source.compose(tile, out)
 
         source.hand_over(slot, name)
 

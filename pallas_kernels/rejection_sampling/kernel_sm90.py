@@ -82,8 +82,10 @@ def _chunk(num_groups: int) -> _Chunk:
 
 
 def _peak_and_weights(chunk: _Chunk, logits: tuple[Any, ...], scale: Any) -> tuple[Any, Any]:
-    """A chunk's largest logit, and the groups' sums of exp((logits - peak) * scale)."""
-    peak = jnp.maximum(jnp.max(functools.reduce(jnp.maximum, logits)), jnp.float32(_LOWEST))
+    """A chunk's largest logit, infinite if one is NaN, and the groups' sums of
+    exp((logits - peak) * scale)."""
+    largest = functools.reduce(jnp.maximum, (jnp.where(x != x, jnp.inf, x) for x in logits))
+    peak = jnp.maximum(jnp.max(largest), jnp.float32(_LOWEST))
     weights = sum(jnp.exp((x - peak) * scale) for x in logits)
     return peak, jnp.where(chunk.is_new, weights, jnp.float32(0.0))
 
@@ -241,6 +243,11 @@ class _Softmax(NamedTuple):
     """`[B, T]`: sums of exp((logits - peak) * scale)."""
 
 
+def _largest(peak: Array) -> Array:
+    """The largest logits of places whose chunks have these peaks."""
+    return jnp.where(peak > _LOWEST, peak, -jnp.inf)
+
+
 class _Target(NamedTuple):
     """The laws of T places."""
 
@@ -363,7 +370,7 @@ def rejection_from_logits(
     softmax = _softmax_of(logits, scale)
     target = _Target(logits, softmax)
     decision = _reject(draft_tokens, draft_probs, num_drafted, target, coins, keys)
-    return Outcome(*decision, softmax.peak)
+    return Outcome(*decision, _largest(softmax.peak))
 
 
 def _reject(
@@ -419,7 +426,7 @@ def coupled_from_logits(draft_tokens, num_drafted, logits, scale, keys) -> Outco
         draft_tokens,
         reference.are_drafted(draft_tokens, num_drafted),
     )
-    return Outcome(*decision, peak[..., 0])
+    return Outcome(*decision, _largest(peak[..., 0]))
 
 
 def siblings(draft_tokens, draft_probs, num_drafted, target_probs, coins, key) -> Decision:

@@ -139,6 +139,22 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(local_dims(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def test_every_layer_attends_in_a_hopper_kernel(case):
+    """Of the last layer nobody reads what a prompt's tokens find, only their keys and values."""
+    assert case.program.mosaic_calls >= case.config.num_hidden_layers - 1
+
+
+def test_one_device_verifies_in_hopper_kernels():
+    """Besides two of attention a layer; on a mesh the vocabulary is split, and XLA verifies."""
+    extra = {
+        model: compiled(model, "rounds").program.mosaic_calls
+        - 2 * MODELS[model][0].num_hidden_layers
+        for model in MODELS
+    }
+    assert extra["8B"] > 0
+    assert extra["70B"] == 0
+
+
 def test_it_fits(case):
     """Weights, pages and less than a gigabyte of anything else. (What a program does not read is
     not among its arguments: of the head, prompts need nothing.)"""
@@ -222,7 +238,8 @@ def test_a_round_sums_two_activations_a_layer_and_the_sampler_small_things():
         B                       the same for the next token
         B T V / 128             the part of the logits that holds the largest (`draws.largest`)
         B T V / 16              weights of groups of tokens, of all places (`draws.law_of`) or,
-        B V / 16                when they are written out, of the next token (`draw_weighted`)
+        B V / 16                when they are written out, of the next token (`draw_weighted`);
+                                the first may come with a draft's own logit: B T (V / 16 + 1)
     """
     case = compiled("70B", "rounds")
     found = collectives(case)
@@ -232,4 +249,5 @@ def test_a_round_sums_two_activations_a_layer_and_the_sampler_small_things():
     sampler = [x for x in found if x not in activations]
     places, groups = ROWS * WIDTH, VOCAB // GROUP_SIZE
     small = {ROWS, places, 2 * places, places * (VOCAB // 128), places * groups, ROWS * groups}
+    small |= {places * (groups + 1)}
     assert {(x.dtype, x.size) for x in sampler} <= {(t, n) for t in ("f32", "s32") for n in small}
