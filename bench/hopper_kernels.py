@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import draws
+from pallas_kernels import costs
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rejection_sampling import coupled_from_logits, rejection_from_logits
 
@@ -59,17 +60,16 @@ class Attention(NamedTuple):
         return 2 * PAGE_SIZE * self.heads.keys * self.heads.size * 2
 
     @property
-    def least_bytes(self) -> int:
-        """That must move: keys and values once, queries in and results out."""
-        slots = self.batch * (self.context + self.width)
-        ends = 2 * self.batch * self.width * self.heads.queries * self.heads.size * 2
-        return slots * self.page_bytes // PAGE_SIZE + ends
-
-    @property
-    def flops(self) -> int:
-        """Of the two products, over all slots of the context."""
-        rows = self.batch * self.width * self.heads.queries
-        return 4 * rows * self.heads.size * (self.context + self.width)
+    def cost(self) -> costs.Cost:
+        """That no kernel can do without."""
+        return costs.attention(
+            batch=self.batch,
+            tokens=self.width,
+            heads=self.heads.queries,
+            kv_heads=self.heads.keys,
+            head_dim=self.heads.size,
+            context=self.context,
+        )
 
 
 class Features(NamedTuple):
@@ -198,7 +198,7 @@ def _visible(
 
 def time_attention(case: Attention, implementations: tuple[str, ...], repeats: int) -> dict:
     """Seconds a call, medians of `repeats` loops, the implementations in turn."""
-    calls = max(4, min(200, int(LOOP_SECONDS / (case.least_bytes / 4e12 + 5e-6))))
+    calls = max(4, min(200, int(LOOP_SECONDS / (case.cost.bytes / 4e12 + 5e-6))))
     columns = -(-case.context // PAGE_SIZE)
     num_pages = max(case.batch * columns, -(-POOL_BYTES // case.page_bytes))
     if implementations[0] != "mosaic":  # a trial
@@ -239,7 +239,7 @@ def time_attention(case: Attention, implementations: tuple[str, ...], repeats: i
 
     arguments = (queries, k_pages, v_pages, table, lengths, k_block, v_block)
     report = time_in_turn(loop, arguments, implementations, calls, repeats)
-    return report | {"least_bytes": case.least_bytes, "flops": case.flops}
+    return report | {"least_bytes": case.cost.bytes, "flops": case.cost.flops}
 
 
 def time_in_turn(
@@ -297,10 +297,10 @@ class Sampling(NamedTuple):
         return f"{self.rule}, B={self.batch}, K={self.drafts}, V={self.vocab}"
 
     @property
-    def least_bytes(self) -> int:
-        """The logits once, and the law of one draft of each row."""
-        rows = self.batch * (self.drafts + 1 + (self.rule == "rejection"))
-        return 4 * rows * self.vocab
+    def cost(self) -> costs.Cost:
+        """That no kernel can do without."""
+        rule = "certain" if self.rule == "rejection, certain drafts" else self.rule
+        return costs.verification(rule=rule, batch=self.batch, drafts=self.drafts, vocab=self.vocab)
 
 
 def sampling_inputs(case: Sampling, seed: int) -> dict[str, Any]:
@@ -418,4 +418,4 @@ def time_sampling(case: Sampling, implementations: tuple[str, ...], repeats: int
         return jax.lax.fori_loop(0, calls, call, (inputs, (nothing, nothing)))[1]
 
     report = time_in_turn(loop, (inputs,), implementations, calls, repeats)
-    return report | {"least_bytes": case.least_bytes}
+    return report | {"least_bytes": case.cost.bytes}

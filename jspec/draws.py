@@ -97,10 +97,13 @@ class Law(NamedTuple):
 @jax.jit  # traced once a shape
 def law_of(logits: Array, scale: Array) -> Law:
     """The law of `[..., V]` logits; `scale` `[...]` is the inverse temperature."""
-    peak = jnp.max(nan_as_inf(logits), axis=-1)
+    peak = jnp.max(logits, axis=-1)
     above = _grouped(logits) - peak[..., None, None]
     weights = jnp.sum(jnp.exp(above * scale[..., None, None]), axis=-2)
-    return Law(logits, scale, peak, jax.lax.optimization_barrier(weights))
+    weights = jax.lax.optimization_barrier(weights)
+    # A maximum overlooks NaN on some devices (on a CPU, XLA's does); a sum does not.
+    hides_nan = jnp.isnan(jnp.sum(weights, axis=-1)) & (peak > -jnp.inf)
+    return Law(logits, scale, jnp.where(hides_nan, jnp.inf, peak), weights)
 
 
 def probs_at(law: Law, place: Array) -> Array:
@@ -175,24 +178,24 @@ def largest(x: Array) -> tuple[Array, Array]:
     By chunks and then inside one: plain maxima, which XLA vectorises on a CPU, where its own
     argmax is ten times slower.
     """
-    x, size = nan_as_inf(x), x.shape[-1]
+    size = x.shape[-1]
     if size <= _NUM_CHUNKS:
-        return jnp.max(x, axis=-1), _first_largest(x)
+        return _max(x), _first_largest(x)
     missing = -size % _NUM_CHUNKS
     if missing:
         pads = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
         x = jnp.pad(x, pads, constant_values=-jnp.inf)
     chunks = x.reshape(*x.shape[:-1], _NUM_CHUNKS, -1)  # so a split vocabulary stays split
-    peaks = jnp.max(chunks, axis=-1)
+    peaks = _max(chunks)
     which = _first_largest(peaks)
     inside = jnp.take_along_axis(chunks, which[..., None, None], axis=-2)[..., 0, :]
     index = jnp.minimum(which * chunks.shape[-1] + _first_largest(inside), size - 1)
     return jnp.max(peaks, axis=-1), index
 
 
-def nan_as_inf(x: Array) -> Array:
-    """A maximum overlooks NaN on some devices (on a CPU, XLA's does); infinity it sees."""
-    return jnp.where(jnp.isnan(x), jnp.inf, x)
+def _max(x: Array) -> Array:
+    """Over the last axis; infinite if any is NaN, which a maximum overlooks on some devices."""
+    return jnp.where(jnp.any(jnp.isnan(x), axis=-1), jnp.inf, jnp.max(x, axis=-1))
 
 
 def _first_largest(x: Array) -> Array:

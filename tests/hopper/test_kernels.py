@@ -17,6 +17,7 @@ import target
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.plan import make_plan
 from pallas_kernels.rejection_sampling import (
     coupled_from_logits,
     rejection,
@@ -92,6 +93,23 @@ def attention_arguments(shape: Attention, tokens: int, width: int, mask: bool) -
     return arguments | ({"mask": jax.ShapeDtypeStruct((B, tokens, width), bool)} if mask else {})
 
 
+def planned_smem(arguments: dict[str, Any], options: dict[str, Any]) -> int:
+    """Bytes of shared memory that the plan counts on."""
+    q, pages, block = (arguments[name] for name in ("queries", "k_pages", "k_block"))
+    plan = make_plan(
+        queries=q.shape,
+        pages=pages.shape,
+        table=arguments["block_table"].shape,
+        block_width=block.shape[1],
+        itemsize=q.dtype.itemsize,
+        scale=1.0,
+        softcap=options.get("softcap"),
+        windowed="window" in options,
+        converts=pages.dtype != q.dtype,
+    )
+    return plan.smem_bytes(q.dtype.itemsize)
+
+
 def compile_attention(case: str, shape: Attention, tokens: int, width: int, **options: Any) -> Any:
     """The kernels that this case is the first to need, by (name, case)."""
     mesh = target.mesh(1)
@@ -100,8 +118,13 @@ def compile_attention(case: str, shape: Attention, tokens: int, width: int, **op
     def attend(arguments: dict[str, Any]) -> Any:
         return paged_attention(**arguments, **options, implementation="mosaic")
 
-    program = target.compile_for(mesh, attend, [placed(arguments, mesh)])
+    described = placed(arguments, mesh)
+    program = target.compile_for(mesh, attend, [described])
     assert program.mosaic_calls >= 1
+    planned = planned_smem(described, options)
+    for kernel in program.kernels:  # the rest is barriers and what reductions need
+        is_main = kernel.name == "paged_attention"
+        assert not is_main or planned < kernel.shared_memory < planned + 4096, case
     return {(kernel.name, case): kernel for kernel in program.kernels}
 
 
