@@ -6,6 +6,8 @@ import pytest
 from jspec import cache as cache_lib
 from jspec.attention import attend
 from jspec.cache import CacheSpec
+from pallas_kernels import dispatch
+from pallas_kernels.paged_attention import kernel_sm90
 from pallas_kernels.paged_attention.reference import KEY_TILE
 
 NKV, H = 2, 8
@@ -101,3 +103,30 @@ def test_a_token_before_the_first_slot_gives_a_number():
     out, _ = attend(cache_lib.open_block(cache, 2), 0, queries, keys[:, :2], values[:, :2])
     assert bool(jnp.all(jnp.isfinite(out)))
     np.testing.assert_allclose(out[0, 1, 0], values[0, 1, 0], rtol=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_a_model_attends_in_the_hopper_kernel_where_it_runs(monkeypatch):
+    """Behind committed tokens and two in flight, in the middle of a block."""
+    spec = CacheSpec(1, NKV, 64)
+    cache = cache_lib.init_cache(spec, 2, 64, page_size=16, dtype=jnp.bfloat16)
+    shape = (2, 20, NKV, 64)
+    keys, values = (
+        jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i in (1, 2)
+    )
+    queries = jax.random.normal(jax.random.key(3), (2, 3, 4, 64)).astype(jnp.bfloat16)
+    cache = cache_lib.append(cache_lib.open_block(cache, 20), 0, keys, values)
+    cache = cache_lib.commit(cache, jnp.array([17, 4], jnp.int32))
+    cache = cache_lib.append(cache_lib.open_block(cache, 8), 0, keys[:, :2], values[:, :2])
+    cache = cache.replace(in_flight=2)
+    traced, kernel = [], kernel_sm90.attend
+    monkeypatch.setattr(
+        kernel_sm90, "attend", lambda *args, **kw: traced.append(kw) or kernel(*args, **kw)
+    )
+    outs = []
+    for implementation in ("xla", "interpret"):
+        with dispatch.use(implementation):
+            out, _ = attend(cache, 0, queries, keys[:, 2:5], values[:, 2:5])
+        outs.append(np.asarray(out.astype(jnp.float32)))
+    assert traced == [{"interpret": True}]
+    np.testing.assert_allclose(*outs, atol=0.02)

@@ -1,6 +1,7 @@
 """The Hopper kernel, interpreted on a CPU, and its plain JAX give what the definition says."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -239,13 +240,15 @@ def test_a_table_that_points_outside_the_pool_reads_nothing_there(implementation
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_the_kernel_reads_nothing_that_is_not_there(page_dtype):
-    """NaN behind every row and in every page that no row has."""
+    """NaN behind every row, in every page that no row has, and in the block of another row."""
     arguments = make([100, 0, 64, 7], page_dtype=page_dtype)
     table = arguments["block_table"].at[0, 2].set(-1)
-    arguments = poisoned(arguments | {"block_table": table})
+    poison = {name: arguments[name].at[1].set(jnp.nan) for name in ("k_block", "v_block")}
+    arguments = poisoned(arguments | {"block_table": table} | poison)
     clean = jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0, x), arguments)
-    got = run(arguments, implementation="interpret")
-    np.testing.assert_array_equal(got, run(clean, implementation="interpret"))
+    got, want = (run(x, implementation="interpret") for x in (arguments, clean))
+    others = jnp.array([0, 2, 3])
+    np.testing.assert_array_equal(got[others], want[others])
 
 
 @pytest.mark.timeout(120)
@@ -348,3 +351,17 @@ def test_none_means_what_use_says_and_xla_on_a_cpu():
 
 def test_every_head_size_is_tried():
     assert {shape[0] for shape in SHAPES} == set(HEAD_DIMS)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [("gpu", "9.0", "mosaic"), ("gpu", "8.0", "xla"), ("gpu", "10.0", "xla"), ("cpu", None, "xla")],
+)
+def test_the_device_decides(platform, capability, expected, monkeypatch):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    dispatch._of_device.cache_clear()
+    try:
+        assert dispatch.choose("x", None, None) == expected
+    finally:
+        dispatch._of_device.cache_clear()

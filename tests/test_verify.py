@@ -1,9 +1,11 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import sampling
 
 from jspec.sampling import chain_prefix
 from jspec.verify import verify
+from pallas_kernels import dispatch
 from pallas_kernels.rejection_sampling.reference import (
     count_accepted,
     residual_at,
@@ -112,3 +114,35 @@ def test_only_what_was_drafted_is_verified():
             prefix=places(jnp.array([[1, 0]])),
         )
         assert (verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ([1], [0])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("coupled", [True, False])
+def test_the_verdict_of_the_hopper_kernels_is_that_of_plain_jax(coupled):
+    """One row has no law at its second place, one has a NaN there."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 3, 1000)).astype(np.float32)
+    logits[1, 1], logits[2, 1, 7] = -np.inf, np.nan
+    tokens = jnp.asarray(np.argmax(logits[:, :2], axis=-1), jnp.int32)
+    verdicts = []
+    for implementation in ("xla", "interpret"):
+        with dispatch.use(implementation):
+            verdicts.append(
+                verify(
+                    tokens,
+                    None,
+                    jnp.full((4,), 2),
+                    target_logits=jnp.asarray(logits),
+                    sampling=sampling(
+                        4, vocab_size=1000, temperature=0.3, coupled=coupled, seed=np.arange(4)
+                    ),
+                    prefix=places(tokens),
+                )
+            )
+    means = np.asarray(verdicts[0].num_accepted < verdicts[0].num_valid)  # else its token does not
+    assert means[[0, 3]].all()
+    for name, *both in zip(verdicts[0]._fields, *verdicts, strict=True):
+        one, other = (np.where(means, x, -1) if name == "next_token" else x for x in both)
+        assert one.tolist() == other.tolist(), name
+    assert verdicts[0].num_valid.tolist() == [3, 1, 1, 3]
+    assert verdicts[0].finite.tolist()[1:3] == [True, False]

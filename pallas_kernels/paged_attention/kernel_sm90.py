@@ -204,6 +204,7 @@ def _body(plan: Plan, q, keys, values, table, rows, seen, scales, k_block, v_blo
                 plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
             source = _Source(plan, place, pages, (keys, values), (k_block, v_block), s)
             (_fetch_converted if plan.ahead else _fetch_direct)(source)
+            source.drain()
 
     if plan.splits == 1:
         work()  # a row that sees nothing gets its zeros, too
@@ -273,6 +274,16 @@ class _Source(NamedTuple):
             plgpu.barrier_wait(self.smem[f"{name}_free"].at[slot])
 
         return slot
+
+    def drain(self) -> None:
+        """Waits until the compute warpgroups have left all tiles."""
+        place, stages = self.place, jnp.int32(self.plan.stages)
+
+        @pl.loop(jnp.maximum(place.first, place.last - stages), place.last)
+        def _(tile):
+            slot = lax.rem(tile - place.first, stages)
+            plgpu.barrier_wait(self.smem["k_free"].at[slot])
+            plgpu.barrier_wait(self.smem["v_free"].at[slot])
 
     def hand_over(self, slot: Any, name: str) -> None:
         """Says that a tile that this warpgroup wrote is there, in as many words as TMA would."""
