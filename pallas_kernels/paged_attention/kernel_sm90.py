@@ -431,8 +431,9 @@ def _step(plan: Plan, place: _Place, pages, warpgroup, rows: _Rows, k_scale, s, 
     if plan.softcap is None:
         scores = scores * (k_scale * (plan.scale * math.log2(math.e)))
     else:
-        scores = jnp.tanh(scores * (k_scale * (plan.scale / plan.softcap)))
-        scores = scores * (plan.softcap * math.log2(math.e))
+        # The tanh of the hardware errs by 2^-11: this one does not.
+        powers = jnp.exp2(scores * (k_scale * (plan.scale / plan.softcap * 2 * math.log2(math.e))))
+        scores = (1.0 - 2.0 / (1.0 + powers)) * (plan.softcap * math.log2(math.e))
     scores = lax.cond(
         place.is_clean(tile),
         lambda scores: scores,
