@@ -139,7 +139,7 @@ def attentions(trial: bool) -> tuple[list[Any], list[Any]]:
         for kind in widths
         for model in range(len(models))
     ]
-    more = [x for x in wanted if x not in first and x.least_bytes < 20e9]
+    more = [x for x in wanted if x not in first and x.cost.bytes < 20e9]
     return first, more
 
 

@@ -117,3 +117,17 @@ def test_a_wrong_attention_is_seen(monkeypatch):
 
     monkeypatch.setattr(hopper_kernels, "paged_attention", without_mask)
     assert not hopper_kernels.check_attention(check, 1, ("xla",))["xla"]["correct"]
+
+
+def test_what_a_gpu_would_run_can_be_listed():
+    """Nothing here can run it; its shapes, costs and names can be looked at."""
+    first, more = hopper.attentions(trial=False)
+    names = [case.name for case in (*first, *more)]
+    assert len(set(names)) == len(names)
+    assert all(0 < case.cost.bytes < 20e9 for case in more)
+    assert len(hopper.generation(trial=False)) == 4
+    assert {case.rule for case in hopper.verifications(trial=False)} == {
+        "rejection",
+        "rejection, certain drafts",
+        "coupled",
+    }
