@@ -1,4 +1,5 @@
-"""A folder in the Hugging Face layout: config.json, *.safetensors, tokenizer files.
+"""A folder in the Hugging Face layout: config.json, weights, tokenizer files. Weights are
+*.safetensors or, where there are none, pytorch_model*.bin.
 
 Knows nothing of downloads (see `hub`) or of what weights are for.
 """
@@ -6,24 +7,47 @@ Knows nothing of downloads (see `hub`) or of what weights are for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from checkpoints import safetensors_file
 from checkpoints.files import read_json, read_json_or_empty
 from checkpoints.hf_config import model_config
 from checkpoints.names import llama
+from checkpoints.safetensors_file import open_safetensors
 from checkpoints.tensors import FileTensor, Source
 from checkpoints.tokenizer import Tokenizer
+from checkpoints.torch_file import open_torch
 from jspec.errors import JspecError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+
+class Format(NamedTuple):
+    """How the weights of a folder are stored."""
+
+    single: str
+    """The one file of weights that are not in shards."""
+    index_file: str
+    """Says which shard holds which tensor."""
+    pattern: str
+    open: Callable[[Path], Iterator[FileTensor]]
+
+
+FORMATS = (
+    Format("model.safetensors", "model.safetensors.index.json", "*.safetensors", open_safetensors),
+    Format("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin", open_torch),
+)
+"""The first that a folder has is read."""
+
+
+def format_of(path: Path) -> Format | None:
+    """That of the weights in a folder, an index without its shards included."""
+    has = (f for f in FORMATS if (path / f.index_file).is_file() or any(path.glob(f.pattern)))
+    return next(has, None)
 
 
 def is_hf_folder(path: Path) -> bool:
-    """True where there is a config and at least one safetensors file."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    """True where there is a config and at least one file of weights."""
+    return (path / "config.json").is_file() and format_of(path) is not None
 
 
 def open_hf_folder(path: Path) -> Source:
@@ -45,33 +69,39 @@ def open_hf_folder(path: Path) -> Source:
 
 def source_files(path: Path) -> list[Path]:
     """The files whose change makes it another model."""
-    patterns = ("*.json", "*.safetensors", "*.model", "*.jinja")
+    patterns = ("*.json", *(f.pattern for f in FORMATS), "*.model", "*.jinja")
     return [file for pattern in patterns for file in path.glob(pattern)]
 
 
 def _tensors(path: Path) -> Iterator[FileTensor]:
-    for shard, expected in _shards(path).items():
+    weights = format_of(path)
+    if weights is None:
+        return
+    for shard, expected in _shards(path, weights).items():
         found = set()
-        for tensor in safetensors_file.open_safetensors(path / shard):
+        for tensor in weights.open(path / shard):
             found.add(tensor.name)
             yield tensor
         for name in sorted(expected - found):
-            raise JspecError(f"{path / shard}: lacks {name!r}, which {INDEX} says it holds")
+            raise JspecError(
+                f"{path / shard}: lacks {name!r}, which {weights.index_file} says it holds"
+            )
 
 
-def _shards(path: Path) -> dict[str, set[str]]:
+def _shards(path: Path, weights: Format) -> dict[str, set[str]]:
     """Shard file name -> the tensors that the index says are in it (empty without an index)."""
-    if not (path / INDEX).exists():
-        files = sorted(file.name for file in path.glob("*.safetensors"))
+    index = path / weights.index_file
+    if not index.exists():
+        files = sorted(file.name for file in path.glob(weights.pattern))
         # Some repositories ship a whole copy beside the standard name.
-        return {name: set() for name in ([SINGLE] if SINGLE in files else files)}
-    weight_map = read_json(path / INDEX).get("weight_map")
+        return {name: set() for name in ([weights.single] if weights.single in files else files)}
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise JspecError(f"{path / INDEX}: has no weight_map; fetch the file again")
+        raise JspecError(f"{index}: has no weight_map; fetch the file again")
     shards: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         shards.setdefault(str(file), set()).add(tensor)
     for file in shards:
         if not (path / file).is_file():
-            raise JspecError(f"{path / file}: missing, but listed in {INDEX}; fetch it again")
+            raise JspecError(f"{path / file}: missing, but listed in {index.name}; fetch it again")
     return shards

@@ -17,7 +17,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ACCEPTED = (
     f"the packaged name {DEFAULT_MODEL!r}, a Hub id (org/name), a folder with config.json and "
-    "*.safetensors, a .gguf file, or a folder written by `convert`"
+    "*.safetensors (or pytorch_model.bin), a .gguf file, or a folder written by `convert`"
 )
 
 Report = Callable[[str], None]
@@ -74,9 +74,10 @@ def _local(path: Path) -> Located:
         return Located(path, "gguf", name)
     if is_checkpoint(path):
         return Located(path, "jspec", name)
-    if (path / hf_folder.INDEX).is_file() or any(path.glob("*.safetensors")):
+    if hf_folder.format_of(path) is not None:
         return Located(path, "hf", name)
-    detail = "no config.json" if not (path / "config.json").is_file() else "no *.safetensors"
+    weights = " or ".join(f.pattern for f in hf_folder.FORMATS)
+    detail = "no config.json" if not (path / "config.json").is_file() else f"no {weights}"
     raise JspecError(f"{path}: not a model folder ({detail}); give {ACCEPTED}")
 
 

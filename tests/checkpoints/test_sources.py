@@ -73,8 +73,8 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(JspecError, match=r"not a model folder \(no config\.json\)"):
         sources.locate(tmp_path / "model", tmp_path, silent)
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "pytorch_model.bin").touch()
-    with pytest.raises(JspecError, match=r"not a model folder \(no \*\.safetensors\)"):
+    (tmp_path / "model" / "tf_model.h5").touch()
+    with pytest.raises(JspecError, match=r"not a model folder \(no \*\.safetensors or pytorch"):
         sources.locate(tmp_path / "model", tmp_path, silent)
 
 
