@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pallas_kernels import costs
 from pallas_kernels.costs import H100, H200
-from pallas_kernels.paged_attention.plan import make_plan
+from pallas_kernels.paged_attention.plan import Plan, make_plan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
 BEGIN, END = "<!-- counted: bench/kernel_floors.py -->", "<!-- end -->"
@@ -47,9 +47,10 @@ def attention_rows() -> Iterator[tuple[str, ...]]:
                 yield _attention_row(model, step, tokens, context)
 
 
-def _attention_row(model: Model, step: str, tokens: int, context: int) -> tuple[str, ...]:
+def plan_for(model: Model, tokens: int, context: int) -> Plan:
+    """Of the Hopper kernel, with a table that just holds the context and the block."""
     columns = (context + tokens + PAGE_SIZE - 1) // PAGE_SIZE
-    plan = make_plan(
+    return make_plan(
         queries=(model.batch, tokens, model.heads, model.head_dim),
         pages=(model.batch * columns, PAGE_SIZE, model.kv_heads, model.head_dim),
         table=(model.batch, columns),
@@ -60,6 +61,10 @@ def _attention_row(model: Model, step: str, tokens: int, context: int) -> tuple[
         windowed=False,
         converts=False,
     )
+
+
+def _attention_row(model: Model, step: str, tokens: int, context: int) -> tuple[str, ...]:
+    plan = plan_for(model, tokens, context)
     least = costs.attention(
         batch=model.batch,
         tokens=tokens,

@@ -32,7 +32,7 @@ def _compile(template: str) -> Any:
     class GenerationBlock(Extension):
         """`{% generation %}...{% endgeneration %}` marks the assistant's text for training."""
 
-        tags = {"generation"}  # noqa: RUF012
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -159,8 +159,9 @@ class LLM:
         """Answers one conversation or a list of them, formatted by the model's chat template."""
         if not messages:
             raise JspecError("messages is empty: give at least one message")
-        many = [messages] if isinstance(messages[0], Mapping) else messages
-        return self.generate([self.chat_prompt(m) for m in many], sampling_params)  # type: ignore[arg-type]
+        is_one = isinstance(messages[0], Mapping)
+        many = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
+        return self.generate([self.chat_prompt(m) for m in many], sampling_params)
 
     def stream(
         self,
@@ -169,8 +170,9 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Yields the completion of one prompt or conversation as it is made."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self.chat_prompt(prompt)  # type: ignore[arg-type]
-        (request,) = self._requests([prompt], sampling_params)  # type: ignore[list-item]
+            prompt = self.chat_prompt(cast("Sequence[Message]", prompt))
+        prompt = cast("Prompt", prompt)
+        (request,) = self._requests([prompt], sampling_params)
         if request.params.n > self._batch_sizes[-1]:
             raise request.params.error("n", f"a stream has at most {self._batch_sizes[-1]} outputs")
         return self._stream(request, _text_or_none(prompt))

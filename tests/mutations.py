@@ -195,7 +195,7 @@ MUTATIONS = (
     ),
     Mutation(
         "attention kernel: the first token in flight is not put behind the pages",
-        "pallas_kernels/paged_attention/kernel_sm90.py",
+        "pallas_kernels/paged_attention/fetch_sm90.py",
         "in_block = (slots >= place.length) & (slots < place.end)",
         "in_block = (slots > place.length) & (slots < place.end)",
         "tests/test_paged_attention.py -k 'tile and 1-interpret'",
@@ -209,7 +209,7 @@ MUTATIONS = (
     ),
     Mutation(
         "attention kernel: what lies behind a row's end is not overwritten",
-        "pallas_kernels/paged_attention/kernel_sm90.py",
+        "pallas_kernels/paged_attention/fetch_sm90.py",
         "out[:, columns] = jnp.where(in_pages, old, jnp.where(in_block, own, zeros))",
         "out[:, columns] = jnp.where(in_pages, old, own)",
         "tests/test_paged_attention.py -k 'not_there and bfloat16'",

@@ -6,25 +6,12 @@ import kernel_floors
 import pytest
 
 from pallas_kernels import costs
-from pallas_kernels.paged_attention.plan import make_plan
 
 SHAPE = {"batch": 2, "heads": 8, "kv_heads": 2, "head_dim": 64}
 
 
-def plan_for(tokens, context, **change):
-    columns = -(-(context + tokens) // 64)
-    shape = SHAPE | change
-    return make_plan(
-        queries=(shape["batch"], tokens, shape["heads"], shape["head_dim"]),
-        pages=(shape["batch"] * columns, 64, shape["kv_heads"], shape["head_dim"]),
-        table=(shape["batch"], columns),
-        block_width=tokens,
-        itemsize=2,
-        scale=1.0,
-        softcap=None,
-        windowed=False,
-        converts=False,
-    )
+def plan_for(tokens, context):
+    return kernel_floors.plan_for(kernel_floors.Model("", **SHAPE), tokens, context)
 
 
 def test_products_are_those_that_xla_counts():

@@ -71,7 +71,10 @@ def paged_attention(
         jnp.asarray(v_scale, jnp.float32),
     )
     check(arguments)
-    chosen = choose("paged_attention", implementation, declined(arguments))
+    return _attend(arguments, choose("paged_attention", implementation, declined(arguments)))
+
+
+def _attend(arguments: Arguments, chosen: Implementation) -> Array:
     if chosen is Implementation.XLA:
         return reference.attend(arguments)
     # Where no Hopper kernel runs, nobody waits for Pallas to be imported.

@@ -28,7 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.combine_sm90 import combine
 from pallas_kernels.paged_attention.contract import Arguments
+from pallas_kernels.paged_attention.fetch_sm90 import Source, fetch
 from pallas_kernels.paged_attention.operands import by_token, operands_of, plan_of
+from pallas_kernels.paged_attention.place_sm90 import PageTable, Place
 from pallas_kernels.paged_attention.plan import (
     BY_ROW,
     LOWEST,
@@ -124,58 +126,10 @@ def _scratch(plan: Plan, dtype: Any, page_dtype: Any) -> dict[str, Any]:
     return scratch
 
 
-class _Place(NamedTuple):
-    """Which part of the work a block of threads does, and scalars of its row."""
-
-    batch: Any
-    head: Any
-    query_tile: Any
-    split: Any
-    first: Any
-    last: Any
-    """Tiles [first, last)."""
-    length: Any
-    end: Any
-    """Slots below `length` are in pages, [length, end) in the block."""
-    clean_from: Any
-    clean_until: Any
-
-    def is_clean(self, tile: Any) -> Any:
-        return (tile * TILE >= self.clean_from) & self.is_paged(tile)
-
-    def is_paged(self, tile: Any) -> Any:
-        return (tile + 1) * TILE <= self.clean_until
-
-
-class _PageTable(NamedTuple):
-    """A row's pages."""
-
-    plan: Plan
-    batch: Any
-    table: Any
-
-    def page(self, tile: Any, nth: int) -> tuple[Any, Any]:
-        """The nth page of a tile, clamped to the pool, and whether it was in it."""
-        plan = self.plan
-        column = jnp.minimum(tile * (TILE // plan.page_size) + nth, plan.pages_a_row - 1)
-        page = self.table[self.batch, column]
-        inside = jnp.minimum(jnp.maximum(page, 0), plan.num_pages - 1)
-        return inside, page == inside
-
-    def holds(self, tile: Any, offset: Array) -> Array:
-        """Whether the pages at these slots of a tile are in the pool."""
-        size = self.plan.page_size
-        found = offset >= 0
-        for nth in range(TILE // size):
-            missing = jnp.where(self.page(tile, nth)[1], 0, size)  # slots of it
-            found = found & ((offset < nth * size) | (offset >= nth * size + missing))
-        return found
-
-
 def _body(plan: Plan, q, keys, values, table, rows, seen, scales, k_block, v_block, *refs, **s):
     batch, head, query_tile, split = map(lax.axis_index, ("batch", "head", "query", "split"))
     first, last = tiles_of_row(rows, batch)
-    place = _Place(
+    place = Place(
         batch,
         head,
         query_tile,
@@ -189,7 +143,7 @@ def _body(plan: Plan, q, keys, values, table, rows, seen, scales, k_block, v_blo
     )
     warpgroup = lax.axis_index("warpgroup")
 
-    pages = _PageTable(plan, batch, table)
+    pages = PageTable(plan, batch, table)
 
     def work():
         @pl.when(warpgroup < plan.warpgroups)
@@ -202,169 +156,13 @@ def _body(plan: Plan, q, keys, values, table, rows, seen, scales, k_block, v_blo
         def _fetch():
             if plan.warpgroups > 1:
                 plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
-            source = _Source(plan, place, pages, (keys, values), (k_block, v_block), s)
-            (_fetch_converted if plan.ahead else _fetch_direct)(source)
-            source.drain()
+            source = Source(plan, place, pages, (keys, values), (k_block, v_block), s)
+            fetch(source)
 
     if plan.splits == 1:
         work()  # a row that sees nothing gets its zeros, too
     else:
         pl.when(place.first < place.last)(work)
-
-
-# The memory warpgroup ------------------------------------------------------------------------
-
-
-class _Source(NamedTuple):
-    """Where the memory warpgroup reads (keys first, values second) and writes."""
-
-    plan: Plan
-    place: _Place
-    table: _PageTable
-    pages: tuple[Any, Any]
-    blocks: tuple[Any, Any]
-    smem: dict[str, Any]
-
-    def columns(self) -> Any:
-        width = self.plan.head_dim
-        return pl.ds(pl.multiple_of(self.place.head * width, width), width)
-
-    def copy_pages(self, which: int, tile: Any, out: Any, barrier: Any) -> None:
-        size = self.plan.page_size
-        for nth in range(TILE // size):
-            start = pl.multiple_of(self.table.page(tile, nth)[0] * size, size)
-            page = self.pages[which].at[pl.ds(start, size), self.columns()]
-            plgpu.copy_gmem_to_smem(page, out.at[pl.ds(nth * size, size)], barrier)
-
-    def copy_block(self, which: int, tile: Any) -> None:
-        """The block's tokens, each to its place in the tile, and what else lies around them."""
-        before = tile * TILE - self.place.length  # block tokens before the tile, or less than 0
-        start = jnp.maximum(TILE + self.place.batch * self.plan.block_width + before, 0)
-        tokens = self.blocks[which].at[pl.ds(start, TILE), self.columns()]
-        plgpu.copy_gmem_to_smem(tokens, self.smem["block_tile"], self.smem["block_full"].at[0])
-
-    def compose(self, tile: Any, out: Any) -> None:
-        """Leaves in `out`, which holds the pages, what they hold below `length`; writes the block's
-        tokens up to `end`; and zeros beyond, and where the table points outside the pool: what
-        lies there may be NaN."""
-        place, plan = self.place, self.plan
-        shape = (TILE, plan.part_width)
-
-        @pl.loop(0, plan.head_dim // plan.part_width)  # unrolled, the parts' registers spill
-        def _(part):
-            columns = plan.part(part)
-            offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
-            slots = offset + tile * TILE
-            in_pages = (slots < place.length) & self.table.holds(tile, offset)
-            in_block = (slots >= place.length) & (slots < place.end)
-            old, own = (_load(x.at[:, columns], out.dtype) for x in (out, self.smem["block_tile"]))
-            zeros = plgpu.layout_cast(jnp.zeros(shape, out.dtype), WGMMA)
-            out[:, columns] = jnp.where(in_pages, old, jnp.where(in_block, own, zeros))
-
-        plgpu.commit_smem()
-
-    def slot(self, tile: Any, name: str) -> Any:
-        """The place of a tile in a ring, once the compute warpgroups have left it."""
-        stages = jnp.int32(self.plan.stages)
-        count = tile - self.place.first
-        slot = lax.rem(count, stages)
-
-        @pl.when(count >= stages)
-        def _():
-            plgpu.barrier_wait(self.smem[f"{name}_free"].at[slot])
-
-        return slot
-
-    def drain(self) -> None:
-        """Waits until the compute warpgroups have left all tiles."""
-        place, stages = self.place, jnp.int32(self.plan.stages)
-
-        @pl.loop(jnp.maximum(place.first, place.last - stages), place.last)
-        def _(tile):
-            slot = lax.rem(tile - place.first, stages)
-            plgpu.barrier_wait(self.smem["k_free"].at[slot])
-            plgpu.barrier_wait(self.smem["v_free"].at[slot])
-
-    def hand_over(self, slot: Any, name: str) -> None:
-        """Says that a tile that this warpgroup wrote is there, in as many words as TMA would."""
-        for _ in range(TILE // self.plan.page_size):
-            plgpu.barrier_arrive(self.smem[f"{name}_full"].at[slot])
-
-
-def _load(tile: Any, dtype: Any) -> Array:
-    """A tile in registers; fp8 goes by way of float16, the one conversion that Hopper has."""
-    x = plgpu.load(tile, layout=WGMMA, optimized=False)
-    if x.dtype != dtype:
-        x = x.astype(jnp.float16)
-    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
-
-
-def _fetch_direct(source: _Source) -> None:
-    """Keeps the rings of key and value tiles full; TMA writes all but the composed tiles."""
-    s = source.smem
-
-    def fetch(which: int, name: str, tile: Any) -> None:
-        slot = source.slot(tile, name)
-
-        @pl.when(source.place.is_paged(tile))
-        def _():
-            source.copy_pages(which, tile, s[f"{name}_tile"].at[slot], s[f"{name}_full"].at[slot])
-
-        @pl.when(jnp.logical_not(source.place.is_paged(tile)))
-        def _():
-            source.copy_pages(which, tile, s[f"{name}_tile"].at[slot], s["block_full"].at[0])
-            source.copy_block(which, tile)
-            plgpu.barrier_wait(s["block_full"].at[0])
-            source.compose(tile, s[f"{name}_tile"].at[slot])
-            source.hand_over(slot, name)
-
-    @pl.loop(source.place.first, source.place.last)
-    def _(tile):
-        fetch(0, "k", tile)
-        fetch(1, "v", tile)
-
-
-def _fetch_converted(source: _Source) -> None:
-    """As `_fetch_direct` for fp8 pages: all tiles pass through this warpgroup's registers."""
-    s, place, plan = source.smem, source.place, source.plan
-
-    def start(which: int, name: str, tile: Any) -> None:
-        @pl.when(tile < place.last)
-        def _():
-            slot = lax.rem(tile - place.first, jnp.int32(plan.ahead))
-            barrier = s[f"{name}_arrived"].at[slot]
-            source.copy_pages(which, tile, s[f"{name}_pages"].at[slot], barrier)
-
-    def convert(which: int, name: str, tile: Any) -> None:
-        start(which, name, tile + (plan.ahead - 1))
-        arrived = lax.rem(tile - place.first, jnp.int32(plan.ahead))
-        plgpu.barrier_wait(s[f"{name}_arrived"].at[arrived])
-        slot = source.slot(tile, name)
-        pages, out = s[f"{name}_pages"].at[arrived], s[f"{name}_tile"].at[slot]
-
-        @pl.loop(0, plan.head_dim // plan.part_width)
-        def _(part):
-            columns = plan.part(part)
-            out[:, columns] = _load(pages.at[:, columns], out.dtype)
-
-        plgpu.commit_smem()
-
-        @pl.when(jnp.logical_not(place.is_paged(tile)))
-        def _():
-            source.copy_block(which, tile)
-            plgpu.barrier_wait(s["block_full"].at[0])
-            source.compose(tile, out)
-
-        source.hand_over(slot, name)
-
-    for ahead in range(plan.ahead - 1):
-        start(0, "k", place.first + ahead)
-        start(1, "v", place.first + ahead)
-
-    @pl.loop(place.first, place.last)
-    def _(tile):
-        convert(0, "k", tile)
-        convert(1, "v", tile)
 
 
 # The compute warpgroups ----------------------------------------------------------------------
@@ -384,7 +182,7 @@ class _Rows(NamedTuple):
     """Each `[64]` int32: bit i of word w says whether a row sees block token 32 w + i."""
 
 
-def _compute_tiles(plan: Plan, place: _Place, pages, warpgroup, q, seen, scales, refs, s) -> None:
+def _compute_tiles(plan: Plan, place: Place, pages, warpgroup, q, seen, scales, refs, s) -> None:
     group = lax.div(warpgroup, jnp.int32(plan.column_groups))
     share = lax.rem(warpgroup, jnp.int32(plan.column_groups))
     start = (place.query_tile * plan.row_groups + group) * TILE
@@ -415,13 +213,13 @@ def _compute_tiles(plan: Plan, place: _Place, pages, warpgroup, q, seen, scales,
         _write_partial(plan, place, rows, parts, top, total, refs)
 
 
-def _head_rows(plan: Plan, place: _Place, rows: _Rows) -> Any:
+def _head_rows(plan: Plan, place: Place, rows: _Rows) -> Any:
     """Of queries and of the result."""
     start = (place.batch * plan.num_kv_heads + place.head) * plan.padded_rows + rows.start
     return pl.ds(pl.multiple_of(start, 8), plan.fetched_rows)
 
 
-def _step(plan: Plan, place: _Place, pages, warpgroup, rows: _Rows, k_scale, s, tile, carry):
+def _step(plan: Plan, place: Place, pages, warpgroup, rows: _Rows, k_scale, s, tile, carry):
     """One tile: scores, their weights against the largest so far, weighted values."""
     parts, top, total = carry
     slot = lax.rem(tile - place.first, jnp.int32(plan.stages))
@@ -465,7 +263,7 @@ def _product(a: Any, b: Any) -> Array:
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _visible(plan: Plan, place: _Place, pages: _PageTable, rows: _Rows, tile: Any) -> Array:
+def _visible(plan: Plan, place: Place, pages: PageTable, rows: _Rows, tile: Any) -> Array:
     """`[64, 64]` bool: which slots of a tile the query rows see."""
     shape = (TILE, TILE)
     offset = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
@@ -484,7 +282,7 @@ def _visible(plan: Plan, place: _Place, pages: _PageTable, rows: _Rows, tile: An
     return in_pages | in_block
 
 
-def _write(plan: Plan, place: _Place, rows: _Rows, parts, norm, out, s) -> None:
+def _write(plan: Plan, place: Place, rows: _Rows, parts, norm, out, s) -> None:
     """Stores the rows that there are, by way of the shared memory that held the queries."""
 
     def wait_for_each_other():
@@ -506,7 +304,7 @@ def _write(plan: Plan, place: _Place, rows: _Rows, parts, norm, out, s) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _write_partial(plan: Plan, place: _Place, rows: _Rows, parts, top, total, refs) -> None:
+def _write_partial(plan: Plan, place: Place, rows: _Rows, parts, top, total, refs) -> None:
     values, tops, totals = refs
     head = place.batch * plan.num_kv_heads + place.head
     start = pl.multiple_of(head * plan.query_tiles * plan.row_groups * TILE + rows.start, TILE)

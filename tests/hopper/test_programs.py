@@ -4,6 +4,7 @@ the architecture says. Llama 3.1 8B on one device, 70B on eight, in bfloat16 wit
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import target
+from hopper_generation import LLAMA_8B
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.config import ModelConfig, RopeScaling
+from jspec.config import ModelConfig
 from jspec.decode import DecodeConfig, init_state, read_prompts, run_rounds, state_specs
 from jspec.drafters.ngram import NgramDrafter
 from jspec.draws import GROUP_SIZE
@@ -28,30 +30,13 @@ from pallas_kernels import dispatch
 
 ROWS, CAPACITY, DRAFTS = 8, 8192, 7
 WIDTH = DRAFTS + 1
-VOCAB = 128_256
-LLAMA_8B = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=131_072,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-)
-LLAMA_70B = ModelConfig(
-    vocab_size=VOCAB,
+VOCAB = LLAMA_8B.vocab_size
+LLAMA_70B = dataclasses.replace(
+    LLAMA_8B,
     hidden_size=8192,
     intermediate_size=28672,
     num_hidden_layers=80,
     num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=131_072,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
 )
 MODELS = {"8B": (LLAMA_8B, 1), "70B": (LLAMA_70B, 8)}
 COLLECTIVES = {
