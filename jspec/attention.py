@@ -7,6 +7,7 @@ contract. Under a mesh each device attends with its own heads and rows.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from pallas_kernels.paged_attention import paged_attention
 def attend(
     cache: Cache, layer: int, queries: Array, keys: Array, values: Array
 ) -> tuple[Array, Cache]:
-    """Appends keys and values to the block in flight and attends causally over row and block.
+    """Appends keys and values to the block in flight and attends over the row and what the
+    tokens see of the block: those before them, or what `cache.mask` says.
 
     Args:
       cache: with an open block (`cache.open_block`).
@@ -34,6 +36,9 @@ def attend(
       `[B, T, N, H]` in the dtype of `queries`, and the cache with the block extended.
     """
     cache = cache_lib.append(cache, layer, keys, values)
+    mask = cache.mask
+    if mask is not None:
+        mask = jax.lax.dynamic_slice_in_dim(mask, cache.in_flight, queries.shape[1], axis=1)
     out = _attend(
         queries,
         cache.pages[layer],
@@ -41,6 +46,8 @@ def attend(
         cache.table,
         cache.lengths,
         jnp.asarray(cache.in_flight),
+        mask,
+        cache.depths,
         implementation=dispatch.current(),
     )
     return out, cache
@@ -55,28 +62,34 @@ def _attend(
     table: Array,
     lengths: Array,
     in_flight: Array,
+    mask: Array | None,
+    depths: Array | None,
     *,
     implementation: dispatch.Implementation,
 ) -> Array:
     """Traced once, not once a layer: half of the time to a first token is tracing."""
 
-    def attend_locally(*arguments: Array) -> Array:
-        return paged_attention(*arguments, implementation=implementation)
+    def attend_locally(*arguments: Any) -> Array:
+        *others, mask, depths = arguments
+        return paged_attention(*others, mask=mask, depths=depths, implementation=implementation)
 
-    arguments = (queries, *pages, table, lengths, *block, in_flight)
+    arguments = (queries, *pages, table, lengths, *block, in_flight, mask, depths)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return attend_locally(*arguments)
     num_kv_heads = pages.keys.shape[2]
 
-    def spec(axes: tuple[str | None, ...], x: Array) -> PartitionSpec:
+    def spec(axes: tuple[str | None, ...], x: Array | None) -> PartitionSpec:
+        if x is None:
+            return PartitionSpec()
         sizes = (
             num_kv_heads if axis == "kv_heads" else n for axis, n in zip(axes, x.shape, strict=True)
         )
         return partition_spec(mesh, tuple(sizes), axes)
 
     tokens = ("batch", None, "kv_heads", None)  # query heads go with their key/value heads
-    axes = (tokens, PAGE_AXES, PAGE_AXES, ("batch", None), ("batch",), tokens, tokens, ())
+    rows, tree = ("batch", None), (("batch", None, None), ("batch", None))
+    axes = (tokens, PAGE_AXES, PAGE_AXES, rows, ("batch",), tokens, tokens, (), *tree)
     specs = tuple(map(spec, axes, arguments))
     return jax.shard_map(
         attend_locally, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False

@@ -133,7 +133,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     Raises JspecError with the file and the line that is not one.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # not splitlines: U+2028 is no end
     except UnicodeDecodeError as error:
         raise JspecError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -5,8 +5,9 @@ function that writes pages, and it writes accepted tokens only, so a rejected to
 been in a page and nothing is ever rewound. Knows nothing of models or of tokens as text.
 
 Slots are absolute: token number s of a row lies in slot s, which is slot `s % page_size` of page
-`table[row, s // page_size]`. Block token j of a row lies in slot `lengths[row] + j`. A slot
-outside the table is nowhere: writes to it vanish, reads of it are masked.
+`table[row, s // page_size]`. Block token j of a row lies in slot `lengths[row] + j`, which in a
+chain is its position; tokens of a tree have positions of their own (`depths`). A slot outside
+the table is nowhere: writes to it vanish, reads of it are masked.
 
     lengths = [3], page_size = 2, table = [[5, 0, 7]], block of two tokens x, y
     slot    0     1     2     3       4
@@ -57,6 +58,11 @@ class Cache(flax.struct.PyTreeNode):
     """Per layer, `[B, T, Nkv, H]`: the tokens in flight. Empty between rounds."""
     in_flight: Array | int = 0
     """Scalar: block tokens before the ones that the next forward pass appends."""
+    depths: Array | None = None
+    """`[B, T]` int32: how many positions each block token stands behind `lengths`; None: as many
+    as there are block tokens before it, a chain."""
+    mask: Array | None = None
+    """`[B, T, T]` bool: which block tokens each of them sees; None: those before it and itself."""
 
     @property
     def capacity(self) -> int:
@@ -64,8 +70,11 @@ class Cache(flax.struct.PyTreeNode):
         return self.table.shape[1] * self.page_size
 
     def positions(self, width: int) -> Array:
-        """`[B, width]` slots of the tokens that the next forward pass appends."""
-        return (self.lengths + self.in_flight)[:, None] + jnp.arange(width, dtype=jnp.int32)
+        """`[B, width]` positions of the tokens that the next forward pass appends."""
+        if self.depths is None:
+            return (self.lengths + self.in_flight)[:, None] + jnp.arange(width, dtype=jnp.int32)
+        depths = jax.lax.dynamic_slice_in_dim(self.depths, self.in_flight, width, axis=1)
+        return self.lengths[:, None] + depths
 
 
 def init_cache(spec: CacheSpec, batch: int, capacity: int, *, page_size: int, dtype: Any) -> Cache:
@@ -118,15 +127,18 @@ def fork(cache: Cache, parent: Array) -> Cache:
     return cache.replace(pages=pages, table=table, lengths=lengths)
 
 
-def open_block(cache: Cache, width: int) -> Cache:
-    """The cache with an empty block that has room for `width` tokens in flight."""
+def open_block(
+    cache: Cache, width: int, *, depths: Array | None = None, mask: Array | None = None
+) -> Cache:
+    """The cache with an empty block that has room for `width` tokens in flight: a chain, or what
+    `depths` `[B, width]` and `mask` `[B, width, width]` say."""
     batch = cache.table.shape[0]
 
     def room(pages: Array) -> Array:
         return jnp.zeros((batch, width, *pages.shape[2:]), pages.dtype)
 
     block = tuple(KeysValues(room(kv.keys), room(kv.values)) for kv in cache.pages)
-    return cache.replace(block=block, in_flight=0)
+    return cache.replace(block=block, in_flight=0, depths=depths, mask=mask)
 
 
 def append(cache: Cache, layer: int, keys: Array, values: Array) -> Cache:
@@ -156,7 +168,19 @@ def commit(cache: Cache, count: Array) -> Cache:
         KeysValues(*(_write(p, b, page, offset) for p, b in zip(kv, new, strict=True)))
         for kv, new in zip(cache.pages, cache.block, strict=True)
     )
-    return cache.replace(pages=pages, lengths=cache.lengths + count, block=(), in_flight=0)
+    return cache.replace(
+        pages=pages, lengths=cache.lengths + count, block=(), in_flight=0, depths=None, mask=None
+    )
+
+
+def commit_read(cache: Cache, count: Array) -> Cache:
+    """`commit` behind a pass that is there for its keys and values alone.
+
+    Every layer but the last, whose attention nobody needs, has read its pages once the last
+    layer's keys are there: the writes are tied to them.
+    """
+    count, block = jax.lax.optimization_barrier((count, cache.block))
+    return commit(cache.replace(block=block), count)
 
 
 def _places(cache: Cache, count: Array, width: int) -> tuple[Array, Array]:

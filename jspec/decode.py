@@ -27,13 +27,14 @@ from jax import Array
 
 from jspec import cache as cache_lib
 from jspec.cache import PAGE_AXES, Cache, KeysValues
-from jspec.drafters.base import Context, Draft, Drafter
+from jspec.drafters.base import Context, Draft, Drafter, Passage
 from jspec.errors import JspecError
 from jspec.logprobs import TokenLogprobs, no_logprobs, score, score_raw
-from jspec.model import Model
+from jspec.model import Model, Output
 from jspec.params import LeafSpec
 from jspec.prefill import prefill
-from jspec.sampling import Sampling, chain_prefix
+from jspec.sampling import Prefix, Sampling, chain_prefix
+from jspec.tree import Tree, along, ancestors, depths_of, paths_to
 from jspec.verify import Verdict, verify
 
 
@@ -58,19 +59,21 @@ class DecodeConfig:
     model: Model
     drafter: Drafter
     widths: tuple[int, ...]
-    """Block widths to compile, ascending, the last at least K + 1. A round runs at the narrowest
+    """Block widths to compile, ascending, the last at least P + 1. A round runs at the narrowest
     that holds its longest draft; results are bit-for-bit comparable at one width only."""
     prefill_chunk: int = 128
+    """Tokens of a pass over prompts, shared by the rows (see `prefill`)."""
     max_logprobs: int = 0
     """Most probable tokens to keep the log probabilities of, at each token."""
 
     def __post_init__(self) -> None:
-        needed = self.drafter.num_speculative_tokens + 1
+        drafted = self.drafter.num_draft_nodes
         if not self.widths or list(self.widths) != sorted(set(self.widths)):
             raise JspecError(f"block widths {self.widths} must ascend")
-        if self.widths[-1] < needed:
+        if self.widths[-1] < drafted + 1:
             raise JspecError(
-                f"block widths {self.widths}: the last must be at least K + 1 = {needed}"
+                f"block widths {self.widths}: the last must be at least {drafted + 1}, for the "
+                f"{drafted} tokens that the drafter {self.drafter.name} may draft and one more"
             )
 
 
@@ -80,7 +83,7 @@ class RoundLog(flax.struct.PyTreeNode):
     rounds: Array
     """`[B]` int32: rounds that the row took part in."""
     drafted: Array
-    """`[B, S]` int32: tokens drafted in each of them."""
+    """`[B, S]` int32: positions drafted for in each of them: in a tree, its depth."""
     accepted: Array
     """`[B, S]` int32: drafts accepted; the next token is not counted."""
 
@@ -135,27 +138,30 @@ def init_state(
     )
 
 
-def read_prompts(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
-    """Fills the caches with the prompts. `params` is `(target, drafter's)`."""
-    return _read_prompts(config, params, state, observe=None)
-
-
-def read_scored_prompts(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
-    """`read_prompts` that also puts the prompts' own log probabilities into `state.logprobs`,
-    which takes logits that are otherwise not computed."""
-
-    def observe(logprobs: TokenLogprobs, logits: Array, places: Array) -> TokenLogprobs:
-        tokens = jnp.take_along_axis(state.tokens, places, axis=1, mode="clip")
-        return _put(logprobs, places, score_raw(logits, tokens, config.max_logprobs))
-
-    return _read_prompts(config, params, state, observe)
-
-
-def _read_prompts(
-    config: DecodeConfig, params: Any, state: DecodeState, observe: Any
+def read_prompts(
+    config: DecodeConfig, params: Any, state: DecodeState, *, scored: bool = False
 ) -> DecodeState:
+    """Fills the caches with the prompts, those of rows that are behind. `params` is `(target,
+    drafter's)`. If `scored`, the prompts' own log probabilities go into `state.logprobs`, which
+    takes logits that are otherwise not computed."""
     target_params, drafter_params = params
-    cache, logprobs = prefill(
+    nowhere, context = state.tokens.shape[1], _context(state)
+
+    def observe(
+        seen: tuple[Any, TokenLogprobs], out: Output, slots: Array, count: Array
+    ) -> tuple[Any, TokenLogprobs]:
+        drafter, logprobs = seen
+        places = jnp.clip(slots + 1, 0, nowhere - 1)
+        tokens = jnp.take_along_axis(state.tokens, places, axis=1)
+        passage = Passage(tokens, tuple(out.hidden[i] for i in config.drafter.taps), count)
+        drafter = config.drafter.read(drafter_params, drafter, context, passage)
+        if scored:
+            counts = jnp.arange(slots.shape[1]) < count[:, None]
+            scores = score_raw(out.logits, tokens, config.max_logprobs)
+            logprobs = _put(logprobs, jnp.where(counts, slots + 1, nowhere), scores)
+        return drafter, logprobs
+
+    cache, (drafter, logprobs) = prefill(
         config.model,
         target_params,
         state.cache,
@@ -163,9 +169,8 @@ def _read_prompts(
         state.lengths - 1,
         chunk=config.prefill_chunk,
         observe=observe,
-        seen=state.logprobs,
+        seen=(state.drafter, state.logprobs),
     )
-    drafter = config.drafter.prefill(drafter_params, state.drafter, _context(state))
     return state.replace(cache=cache, logprobs=logprobs, drafter=drafter)
 
 
@@ -232,9 +237,11 @@ def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
         lengths=state.lengths + num_emitted,
         finish=finish,
         cache=cache_lib.commit(state.cache.replace(block=checked.block), num_emitted),
-        drafter=config.drafter.commit(drafter_params, drafter, num_emitted),
+        drafter=config.drafter.commit(
+            drafter_params, drafter, Passage(checked.run, checked.features, num_emitted)
+        ),
         logprobs=_put(state.logprobs, places, checked.logprobs),
-        log=_note(state.log, draft.num_drafted, checked.verdict, running),
+        log=_note(state.log, _num_positions(draft), checked.verdict, running),
     )
 
 
@@ -247,7 +254,9 @@ class Checked(NamedTuple):
     logprobs: TokenLogprobs
     """Of the run."""
     block: tuple[KeysValues, ...]
-    """Per layer `[B, K+1, Nkv, H]`."""
+    """Per layer `[B, K+1, Nkv, H]`: what the run's places hold, if their tokens are kept."""
+    features: tuple[Array, ...]
+    """`[B, K+1, D]` each: the target's hidden states that the run came of."""
 
 
 def _check(config: DecodeConfig, params: Any, state: DecodeState, draft: Draft) -> Checked:
@@ -262,25 +271,62 @@ def _check_at(
     config: DecodeConfig, width: int, params: Any, state: DecodeState, draft: Draft
 ) -> Checked:
     """`_check` with a block of `width` tokens, drafts beyond it cut off, padding behind them."""
-    num_tokens = draft.tokens.shape[1] + 1
+    num_drafts = min(draft.tokens.shape[1], width - 1)
+    tokens, probs, num_drafted, tree = draft
+    tokens = tokens[:, :num_drafts]
+    probs = None if probs is None else probs[:, :num_drafts]
+    tree = None if tree is None else tree.cut(num_drafts)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    block = _fit(jnp.concatenate([last, draft.tokens], axis=1), width)
-    out = config.model.forward(params, block, cache_lib.open_block(state.cache, width))
-    kept = min(width, num_tokens)
-    logits, tokens = out.logits[:, :kept], draft.tokens[:, : kept - 1]
-    prefix = chain_prefix(state.tokens, state.lengths, tokens)
+    block = _fit(jnp.concatenate([last, tokens], axis=1), width)
+    prefix, depths, mask = _places(state, tokens, tree, width)
+    cache = cache_lib.open_block(state.cache, width, depths=depths, mask=mask)
+    out = config.model.forward(params, block, cache)
+    logits = out.logits[:, : num_drafts + 1]
     verdict = verify(
         tokens,
-        None if draft.probs is None else draft.probs[:, : kept - 1],
-        draft.num_drafted,
+        probs,
+        num_drafted,
         target_logits=logits,
         sampling=state.sampling,
         prefix=prefix,
+        tree=tree,
     )
-    run = emitted_run(tokens, verdict)
-    logprobs = score(logits, run, state.sampling, prefix, config.max_logprobs)
-    fit = functools.partial(_fit, width=num_tokens)
-    return Checked(verdict, *jax.tree.map(fit, (run, logprobs, out.cache.block)))
+    on_path = functools.partial(along, verdict.path)
+    accepted = on_path(block)[:, 1 : num_drafts + 1]
+    run = emitted_run(accepted, verdict)
+    if tree is not None:
+        prefix = chain_prefix(state.tokens, state.lengths, accepted)
+    logprobs = score(on_path(logits), run, state.sampling, prefix, config.max_logprobs)
+    features = tuple(out.hidden[i] for i in config.drafter.taps)
+    kept = jax.tree.map(on_path, (out.cache.block, features))
+    fit = functools.partial(_fit, width=config.drafter.num_speculative_tokens + 1)
+    return Checked(verdict, *jax.tree.map(fit, (run, logprobs, *kept)))
+
+
+def _places(
+    state: DecodeState, drafts: Array, tree: Tree | None, width: int
+) -> tuple[Prefix, Array | None, Array | None]:
+    """What stands before the places behind last token and drafts; depths and mask of the block,
+    None for a chain. Padding behind a tree sees itself alone."""
+    if tree is None:
+        return chain_prefix(state.tokens, state.lengths, drafts), None, None
+    is_ancestor = ancestors(tree)
+    depths = depths_of(is_ancestor)
+    paths = paths_to(tree, is_ancestor, drafts)
+    prefix = Prefix(tokens=state.tokens, lengths=state.lengths, drafts=paths, depths=depths)
+    missing = width - depths.shape[1]
+    mask = jnp.pad(is_ancestor, [(0, 0), (0, missing), (0, missing)])
+    mask |= jnp.eye(width, dtype=jnp.bool_)
+    return prefix, jnp.pad(depths, [(0, 0), (0, missing)]), mask
+
+
+def _num_positions(draft: Draft) -> Array:
+    """`[B]` int32: how many positions a draft has tokens for."""
+    if draft.tree is None:
+        return draft.num_drafted
+    there = jnp.arange(draft.tokens.shape[1]) < draft.num_drafted[:, None]
+    depths = depths_of(ancestors(draft.tree))[:, 1:]
+    return jnp.max(jnp.where(there, depths, 0), axis=1)
 
 
 def _fit(x: Array, width: int) -> Array:

@@ -65,9 +65,10 @@ def random_bits(key: Key, lane: int, index: Array) -> Array:
     return x ^ y
 
 
-def uniform(key: Key) -> Array:
-    """A number in [0, 1) for each key, a multiple of 2**-24."""
-    bits = random_bits(key, 0, jnp.zeros_like(key[0]))
+def uniform(key: Key, index: Array | None = None) -> Array:
+    """A number in [0, 1) for each key, a multiple of 2**-24; the first of those that a key has,
+    or those at `index`."""
+    bits = random_bits(key, 0, jnp.zeros_like(key[0]) if index is None else index)
     return (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
 
 

@@ -99,20 +99,27 @@ def decoder_layer(
 ) -> tuple[Array, Cache]:
     """Pre-norm attention and gated MLP, each added to the residual stream `[B, T, D]`."""
     positions = cache.positions(hidden.shape[1])
-    queries, keys, values = _heads(params, config, hidden, positions)
+    queries, keys, values = _normed_heads(params, config, hidden, positions)
     attended, cache = attend(cache, index, queries, keys, values)
-    return _rest_of_layer(params, config, hidden, attended), cache
+    return rest_of_layer(params, config, hidden, attended), cache
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once, not once a layer
-def _heads(
+def _normed_heads(
     params: LayerParams, config: ModelConfig, hidden: Array, positions: Array
 ) -> tuple[Array, Array, Array]:
-    """Rotated queries `[B, T, N, H]` and keys, and values `[B, T, Nkv, H]`, of a layer's input."""
     normed = rms_norm(hidden, params.input_norm, config.rms_norm_eps)
-    queries = _linear(normed, params.q, params.q_bias)
-    keys = _linear(normed, params.k, params.k_bias)
-    values = _linear(normed, params.v, params.v_bias)
+    return project_heads(params, config, normed, positions)
+
+
+def project_heads(
+    params: LayerParams, config: ModelConfig, normed: Array, positions: Array
+) -> tuple[Array, Array, Array]:
+    """Rotated queries `[B, T, N, H]` and keys, and values `[B, T, Nkv, H]`, of what attention
+    reads, `[B, T, *]`."""
+    queries = linear(normed, params.q, params.q_bias)
+    keys = linear(normed, params.k, params.k_bias)
+    values = linear(normed, params.v, params.v_bias)
     if params.q_norm is not None and params.k_norm is not None:
         queries = rms_norm(queries, params.q_norm, config.rms_norm_eps)
         keys = rms_norm(keys, params.k_norm, config.rms_norm_eps)
@@ -120,16 +127,16 @@ def _heads(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _rest_of_layer(
+def rest_of_layer(
     params: LayerParams, config: ModelConfig, hidden: Array, attended: Array
 ) -> Array:
     """The layer's output `[B, T, D]` from its input and the attended values `[B, T, N, H]`."""
-    hidden = hidden + _linear(attended, params.o, params.o_bias, inputs=2)
+    hidden = hidden + linear(attended, params.o, params.o_bias, inputs=2)
     with jax.named_scope("mlp"):
         normed = rms_norm(hidden, params.post_norm, config.rms_norm_eps)
-        gate = _linear(normed, params.gate, params.gate_bias)
-        up = _linear(normed, params.up, params.up_bias)
-        return hidden + _linear(_gated(gate, up), params.down, params.down_bias)
+        gate = linear(normed, params.gate, params.gate_bias)
+        up = linear(normed, params.up, params.up_bias)
+        return hidden + linear(_gated(gate, up), params.down, params.down_bias)
 
 
 def _gated(gate: Array, up: Array) -> Array:
@@ -137,14 +144,17 @@ def _gated(gate: Array, up: Array) -> Array:
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype)
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, computed in float32 (arXiv 1910.07467)."""
+def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32 (arXiv 1910.07467). Without
+    a `scale` there is no norm: `x` as it is."""
+    if scale is None:
+        return x
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale
 
 
-def _linear(x: Array, weight: Array, bias: Array | None, *, inputs: int = 1) -> Array:
+def linear(x: Array, weight: Array, bias: Array | None, *, inputs: int = 1) -> Array:
     """`x @ weight.T + bias` over the last `inputs` axes of both; the other axes of `weight` are
     the output's. Done as one matrix product: XLA would transpose a weight of three axes."""
     leading, outer = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]

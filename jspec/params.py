@@ -21,7 +21,7 @@ from jspec.config import ModelConfig
 class LayerParams(flax.struct.PyTreeNode):
     """One decoder layer. Optional leaves are None where the config leaves them out."""
 
-    input_norm: Array  # [D]
+    input_norm: Array | None  # [D]; None in some draft heads, which norm before or not at all
     q: Array  # [N, H, D]
     k: Array  # [Nkv, H, D]
     v: Array  # [Nkv, H, D]

@@ -15,7 +15,10 @@ from jax import Array
 
 from jspec import cache as cache_lib
 from jspec.cache import Cache
-from jspec.model import Model
+from jspec.model import Model, Output
+
+_LEAST_CHUNK = 32
+"""Tokens a row and pass at least: what a row gets of a chunk shared by many."""
 
 
 def prefill[Seen](
@@ -26,17 +29,18 @@ def prefill[Seen](
     upto: Array,
     *,
     chunk: int,
-    observe: Callable[[Seen, Array, Array], Seen] | None = None,
+    observe: Callable[[Seen, Output, Array, Array], Seen] = lambda seen, *_: seen,
     seen: Seen = None,
 ) -> tuple[Cache, Seen]:
     """The cache with the first `upto[b]` tokens of row b of `tokens` `[B, S]` in pages.
 
     A row that holds them already is left alone; `upto` may be -1 (see `Cache.lengths`).
-    `observe(seen, logits, places)` gets the logits `[B, chunk, V]` of every chunk and the places
-    `[B, chunk]` of the tokens that they predict, S where there is none; without it no logits are
-    computed.
+    `observe(seen, output, slots, count)` gets what the model says of every chunk, the slots
+    `[B, chunk]` of its tokens and how many `[B]` of a row count; what it does not read is not
+    computed. Rows share the `chunk`: many rows read less each, for short prompts pad less.
     """
-    nowhere = tokens.shape[1]
+    B, nowhere = tokens.shape
+    chunk = max(chunk // B, min(chunk, _LEAST_CHUNK))
 
     def behind(carry: tuple[Cache, Seen]) -> Array:
         return jnp.any(carry[0].lengths < upto)
@@ -46,14 +50,9 @@ def prefill[Seen](
         slots = cache.lengths[:, None] + jnp.arange(chunk)
         block = jnp.take_along_axis(tokens, jnp.clip(slots, 0, nowhere - 1), axis=1)
         out = model.forward(params, block, cache_lib.open_block(cache, chunk))
-        if observe is not None:
-            wanted = (slots >= 0) & (slots < upto[:, None])
-            seen = observe(seen, out.logits, jnp.where(wanted, slots + 1, nowhere))
         count = jnp.clip(upto - cache.lengths, 0, chunk)
-        # Every layer but the last, whose attention nobody needs, has read its pages once the
-        # last layer's keys are there: tie the writes to them (see `cache.commit`).
-        count, block = jax.lax.optimization_barrier((count, out.cache.block))
-        return cache_lib.commit(out.cache.replace(block=block), count), seen
+        seen = observe(seen, out, slots, count)
+        return cache_lib.commit_read(out.cache, count), seen
 
     with jax.named_scope("prefill"):
         return jax.lax.while_loop(behind, add_chunk, (cache, seen))

@@ -107,7 +107,7 @@ class Prefix(flax.struct.PyTreeNode):
     drafts: Array
     """`[B, T, D]` int32."""
     depths: Array
-    """`[T]` int32: how many of `drafts` stand before the place."""
+    """`[B, T]` int32: how many of `drafts` stand before the place."""
 
     @property
     def positions(self) -> Array:
@@ -143,7 +143,7 @@ def chain_prefix(tokens: Array, lengths: Array, drafts: Array) -> Prefix:
         tokens=tokens,
         lengths=lengths,
         drafts=jnp.broadcast_to(drafts[:, None], (B, K + 1, K)),
-        depths=jnp.arange(K + 1, dtype=jnp.int32),
+        depths=jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1)),
     )
 
 
@@ -302,7 +302,7 @@ def _counts(sampling: Sampling, prefix: Prefix, vocab_size: int) -> tuple[Array,
     none = jnp.zeros((B, vocab_size), jnp.float32)
     in_prompt = none.at[rows, jnp.where(is_prompt, tokens, vocab_size)].add(1.0, mode="drop")
     in_output = none.at[rows, jnp.where(is_prompt, vocab_size, tokens)].add(1.0, mode="drop")
-    before = jnp.arange(D) < prefix.depths[:, None]
+    before = jnp.arange(D) < prefix.depths[..., None]
     drafts = jnp.where(before, prefix.drafts, vocab_size)
     in_output = jnp.broadcast_to(in_output[:, None], (B, T, vocab_size))
     places = jnp.arange(T)[:, None]

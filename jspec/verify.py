@@ -1,9 +1,12 @@
 """Which drafts to keep, so that what is emitted has the target's own law.
 
 A pure function of drafts, laws and the rows' sampling settings; knows nothing of models or
-caches. Each rule fixes the first `num_accepted` drafts and one more token, the *next token*:
-recovered at the first rejection, bonus after full acceptance. A row may have drafted fewer than
-K tokens; the position after its last draft is an ordinary draw from the target.
+caches. Each rule fixes a way of `num_accepted` drafts and one more token, the *next token*:
+recovered where nothing is accepted any more, bonus after full acceptance. A row may have drafted
+less than there is room for; what comes behind its last draft is an ordinary draw from the target.
+
+A chain is judged in one go. In a tree the same rules go down from node to node, each judging the
+children of one; a tree whose nodes have one child each gives what the chain gives.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import draws
-from jspec.draws import Purpose
+from jspec.draws import Key, Purpose
 from jspec.sampling import (
     Prefix,
     Sampling,
@@ -25,6 +28,7 @@ from jspec.sampling import (
     draw_key,
     inverse_temperature,
 )
+from jspec.tree import Tree, Walk, along, children, descend
 from pallas_kernels import dispatch
 from pallas_kernels.rejection_sampling import (
     Outcome,
@@ -32,6 +36,7 @@ from pallas_kernels.rejection_sampling import (
     coupled_from_logits,
     leading_true,
     rejection_from_logits,
+    siblings_from_logits,
     verify_exact_match,
 )
 
@@ -49,6 +54,9 @@ class Verdict(NamedTuple):
     finite: Array
     """`[B]` bool: that place has no law because no token is allowed; False: because its logits
     are NaN or infinite."""
+    path: Array | None
+    """`[B, K+1]` int32: the nodes of the tree that lead to the next token (`tree.Walk`); None: a
+    chain, whose path are its first K + 1 nodes."""
 
 
 def verify(
@@ -59,49 +67,140 @@ def verify(
     target_logits: Array,
     sampling: Sampling,
     prefix: Prefix,
+    tree: Tree | None = None,
 ) -> Verdict:
     """Applies each row's rule to its drafts.
 
     Args:
-      draft_tokens: `[B, K]` int32.
-      draft_probs: `[B, K, V]`, the law each was really drawn from; None: each is certain.
+      draft_tokens: `[B, P]` int32.
+      draft_probs: `[B, P, V]`, the law each was really drawn from; None: each is certain.
       num_drafted: `[B]`, tokens of `draft_tokens` that count.
-      target_logits: `[B, K+1, V]`; entry j is for the place of draft j.
-      prefix: the tokens before the K + 1 places.
+      target_logits: `[B, P+1, V]`; entry j is for the place behind node j, in a chain that of
+        draft j.
+      prefix: the tokens before the P + 1 places.
+      tree: how the drafts hang together; None: a chain, and then K = P.
     """
-    rows, width = draft_tokens.shape
+    drafts = _Drafts(draft_tokens, draft_probs, num_drafted)
 
     def greedy(logits: Array) -> Verdict:
         peaks, tokens = draws.largest(logits)
+        if tree is not None:
+            return _walked(descend(tree, _exact(tree, drafts, tokens)), peaks)
         drafted = are_drafted(draft_tokens, num_drafted)
         decision = verify_exact_match(tokens, draft_tokens, drafted)
-        return _verdict(Outcome(*decision, peaks))
+        return _verdict(Outcome(*decision, peaks), None)
 
     def soft(logits: Array) -> Verdict:
         scale, positions = inverse_temperature(sampling), prefix.positions
-        keys = draw_key(sampling, positions, Purpose.TARGET)
-        drafts = draft_tokens, draft_probs, num_drafted
-
-        def coupled() -> Outcome:
-            return _coupled(draft_tokens, num_drafted, logits, scale, keys, implementation=kind)
-
-        def rejection() -> Outcome:
-            coins = draws.uniform(draw_key(sampling, positions[:, :-1], Purpose.ACCEPT))
-            return _rejection(*drafts, logits, scale, coins, keys, implementation=kind)
-
-        kind = _implementation()
-        by_rule = (
-            _if(jnp.any(sampling.coupled), coupled, rows, width),
-            _if(jnp.any(~sampling.coupled), rejection, rows, width),
+        laws = _Laws(
+            logits, scale, draw_key(sampling, positions, Purpose.TARGET), _implementation()
         )
-        return _verdict(jax.tree.map(functools.partial(_where, sampling.coupled), *by_rule))
+        coins = draw_key(sampling, positions, Purpose.ACCEPT)
+        if tree is not None:
+            return _soft_tree(tree, drafts, laws, coins, sampling.coupled)
+        return _soft_chain(drafts, laws, coins, sampling.coupled)
 
     with jax.named_scope("verify"):
         return by_kind(target_logits, sampling, prefix, greedy=greedy, soft=soft)
 
 
+class _Drafts(NamedTuple):
+    """As in the arguments of `verify`."""
+
+    tokens: Array
+    probs: Array | None
+    num_drafted: Array
+
+
+class _Laws(NamedTuple):
+    """softmax(logits * scale) at P + 1 places, the keys of their draws, and who computes."""
+
+    logits: Array
+    scale: Array
+    keys: Key
+    implementation: dispatch.Implementation
+
+
+def _soft_chain(drafts: _Drafts, laws: _Laws, coin_keys: Key, is_coupled: Array) -> Verdict:
+    rows, width = drafts.tokens.shape
+    logits, scale, keys, kind = laws
+
+    def coupled() -> Outcome:
+        tokens, _, num_drafted = drafts
+        return _coupled(tokens, num_drafted, logits, scale, keys, implementation=kind)
+
+    def rejection() -> Outcome:
+        coins = draws.uniform((coin_keys[0][:, :-1], coin_keys[1][:, :-1]))
+        return _rejection(*drafts, logits, scale, coins, keys, implementation=kind)
+
+    by_rule = (
+        _if(jnp.any(is_coupled), coupled, rows, width),
+        _if(jnp.any(~is_coupled), rejection, rows, width),
+    )
+    return _verdict(jax.tree.map(functools.partial(_where, is_coupled), *by_rule), None)
+
+
+def _soft_tree(
+    tree: Tree, drafts: _Drafts, laws: _Laws, coin_keys: Key, is_coupled: Array
+) -> Verdict:
+    rows = jnp.arange(drafts.num_drafted.size)
+    peaks, _ = draws.largest(laws.logits)
+
+    def drawn() -> Array:
+        scale = jnp.broadcast_to(laws.scale[:, None], peaks.shape)
+        return draws.draw(draws.law_of(laws.logits, scale), laws.keys)
+
+    tokens = jax.lax.cond(jnp.any(is_coupled), drawn, lambda: jnp.zeros(peaks.shape, jnp.int32))
+    exact = _exact(tree, drafts, tokens)
+    below, count = children(tree, drafts.num_drafted)
+
+    def at(x: Array, node: Array) -> Array:
+        return x[rows, node]
+
+    def rejection(node: Array) -> tuple[Array, Array]:
+        drafted = at(below, node)  # [B, M]
+        ranks = jnp.arange(tree.branching, dtype=jnp.uint32)
+        key = (at(coin_keys[0], node)[:, None], at(coin_keys[1], node)[:, None])
+        stands, token = _siblings(
+            jnp.take_along_axis(drafts.tokens, drafted, axis=1),
+            None if drafts.probs is None else drafts.probs[rows[:, None], drafted],
+            at(count, node),
+            at(laws.logits, node),
+            laws.scale,
+            draws.uniform(key, ranks),
+            (at(laws.keys[0], node), at(laws.keys[1], node)),
+            implementation=laws.implementation,
+        )
+        none = stands == tree.branching
+        chosen = at(drafted, jnp.minimum(stands, tree.branching - 1))
+        return jnp.where(none, -1, chosen), token
+
+    def judge(node: Array) -> tuple[Array, Array]:
+        by_match = exact(node)
+        by_ratio = jax.lax.cond(jnp.all(is_coupled), lambda: by_match, lambda: rejection(node))
+        return jax.tree.map(functools.partial(_where, is_coupled), by_match, by_ratio)
+
+    return _walked(descend(tree, judge), peaks)
+
+
+def _exact(
+    tree: Tree, drafts: _Drafts, target_tokens: Array
+) -> Callable[[Array], tuple[Array, Array]]:
+    """Accepts the child that equals the target's own token `[B, P+1]` (greedy and coupled)."""
+    there = are_drafted(drafts.tokens, drafts.num_drafted)
+
+    def judge(node: Array) -> tuple[Array, Array]:
+        token = jnp.take_along_axis(target_tokens, node[:, None], axis=1)
+        fits = there & (tree.parents == node[:, None]) & (drafts.tokens == token)
+        child = jnp.argmax(fits, axis=1).astype(jnp.int32)
+        return jnp.where(jnp.any(fits, axis=1), child, -1), token[:, 0]
+
+    return judge
+
+
 _coupled = jax.jit(coupled_from_logits, static_argnames="implementation")  # traced once a shape
 _rejection = jax.jit(rejection_from_logits, static_argnames="implementation")
+_siblings = jax.jit(siblings_from_logits, static_argnames="implementation")
 
 
 def _implementation() -> dispatch.Implementation:
@@ -122,10 +221,15 @@ def _where(by_row: Array, x: Array, y: Array) -> Array:
     return jnp.where(by_row.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
 
-def _verdict(outcome: Outcome) -> Verdict:
+def _walked(walk: Walk, peaks: Array) -> Verdict:
+    outcome = Outcome(walk.num_accepted, walk.next_token, along(walk.path, peaks))
+    return _verdict(outcome, walk.path)
+
+
+def _verdict(outcome: Outcome, path: Array | None) -> Verdict:
     """Adds which places have a law, by their largest logits."""
     num_accepted, next_token, peaks = outcome
     num_valid = leading_true(jnp.isfinite(peaks))
     first_without = jnp.minimum(num_valid, peaks.shape[1] - 1)[:, None]
     peak = jnp.take_along_axis(peaks, first_without, axis=1)[:, 0]
-    return Verdict(num_accepted, next_token, num_valid, peak == -jnp.inf)
+    return Verdict(num_accepted, next_token, num_valid, peak == -jnp.inf, path)

@@ -21,6 +21,7 @@ from tiny import TableDrafter, markov, run, sampling, start
 
 from jspec.decode import DecodeConfig
 from jspec.drafters.draft_model import DraftModel
+from jspec.drafters.growth import DynamicTree, StaticTree
 from jspec.drafters.ngram import NgramDrafter
 from jspec.drafters.none import NoDrafter
 
@@ -64,6 +65,7 @@ SETTINGS = {
     "greedy": {"temperature": 0.0},
     "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 3.0, "top_p": 0.5},
 }
+PATHS = ((0,), (1,), (3,), (0, 0), (0, 1), (1, 2), (1, 2, 0), (0, 0, 0), (0, 0, 1))
 DRAFTERS = {
     "none": (NoDrafter(), ()),
     "soft": (TableDrafter(3), NEAR),
@@ -74,6 +76,11 @@ DRAFTERS = {
     "opposite": (TableDrafter(3), -TARGET),
     "ngram": (NgramDrafter(3), ()),
     "draft model": (DraftModel(markov(V), V, 3), NEAR),
+    "chain as a tree": (TableDrafter(3, tree=StaticTree(((0,), (0, 0), (0, 0, 0)))), NEAR),
+    "static tree": (TableDrafter(3, tree=StaticTree(PATHS)), NEAR),
+    "static tree, worst tokens": (TableDrafter(3, tree=StaticTree(PATHS)), -TARGET),
+    "dynamic tree": (TableDrafter(3, tree=DynamicTree(depth=3, width=3, num_nodes=9)), NEAR),
+    "whole vocabulary as children": (TableDrafter(1, tree=DynamicTree(1, V, V)), NEAR),
 }
 
 
@@ -117,7 +124,7 @@ def emitted(drafter, params, groups, rows_a_group, coupled):
     rows = {name: tiled(x) for name, x in columns(groups).items()}
     idle, min_tokens = (rows.pop(name, tiled(np.zeros(G))) for name in ("idle", "min_tokens"))
     stop_ids = rows.pop("stop_ids", np.full((len(prompts), 1), -1))
-    config = DecodeConfig(markov(V), drafter, (4,))
+    config = DecodeConfig(markov(V), drafter, (max(4, drafter.num_draft_nodes + 1),))
     state = start(
         config,
         prompts,

@@ -16,7 +16,8 @@ from jspec import cache as cache_lib
 from jspec.cache import Cache, CacheSpec
 from jspec.config import ModelConfig
 from jspec.decode import DecodeConfig, DecodeState, init_state, read_prompts, run_rounds
-from jspec.drafters.base import Context, Draft, draft_token, drafted_before
+from jspec.drafters.base import Context, Draft, Passage, draft_token, drafted_before
+from jspec.drafters.growth import TreeShape
 from jspec.draws import argmax
 from jspec.model import Model, Output, llama
 from jspec.params import Params, init_params
@@ -166,19 +167,31 @@ class TableDrafter:
 
     num_speculative_tokens: int = 3
     deterministic: bool = False
+    tree: TreeShape | None = None
+    """Grown from the table, instead of a chain."""
     name: str = "table"
+    taps: tuple[int, ...] = ()
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
 
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[()]:
         return ()
 
-    def prefill(self, params: Array, state: tuple[()], context: Context) -> tuple[()]:
+    def read(
+        self, params: Array, state: tuple[()], context: Context, passage: Passage
+    ) -> tuple[()]:
         return state
 
-    def commit(self, params: Array, state: tuple[()], num_emitted: Array) -> tuple[()]:
+    def commit(self, params: Array, state: tuple[()], passage: Passage) -> tuple[()]:
         return state
 
     def propose(self, params: Array, state: tuple[()], context: Context) -> tuple[Draft, tuple[()]]:
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
+        if self.tree is not None:
+            grown = self.tree.grow(params[last], (), lambda _, tokens, __: (params[tokens], ()))
+            return grown[0], state
         drafts = jnp.zeros((last.size, self.num_speculative_tokens), jnp.int32)
         laws = []
         for i in range(self.num_speculative_tokens):

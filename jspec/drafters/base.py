@@ -15,18 +15,21 @@ from jax import Array
 from jspec import draws
 from jspec.draws import Purpose, argmax
 from jspec.sampling import Prefix, Sampling, by_kind, draw_key, inverse_temperature, softmax
+from jspec.tree import Tree
 
 
 class Draft(NamedTuple):
-    """A proposal for the next K positions of every row."""
+    """A proposal for what comes next in every row: a chain of K tokens, or a tree of P."""
 
     tokens: Array
-    """`[B, K]` int32; entries from `num_drafted` on mean nothing."""
+    """`[B, P]` int32; entries from `num_drafted` on mean nothing."""
     probs: Array | None
-    """`[B, K, V]`: the law each token was really drawn from, after all of the row's settings.
+    """`[B, P, V]`: the law each token was really drawn from, after all of the row's settings.
     None: the drafter is deterministic, each token certain."""
     num_drafted: Array
-    """`[B]` int32 in 0..K."""
+    """`[B]` int32 in 0..P."""
+    tree: Tree | None = None
+    """How the tokens hang together; None: each behind the one before, and P = K."""
 
 
 class Context(flax.struct.PyTreeNode):
@@ -39,11 +42,26 @@ class Context(flax.struct.PyTreeNode):
     sampling: Sampling
 
 
+class Passage(NamedTuple):
+    """Tokens that were committed, with what the target thought when it read the ones before.
+
+    tokens t0 t1 t2 t3 committed, t3 not yet read: the passage from t0 has num_tokens 3,
+    tokens t1 t2 t3 and the features h0 h1 h2 that the target had at t0 t1 t2
+    """
+
+    tokens: Array
+    """`[B, T]` int32: the token behind each place."""
+    features: tuple[Array, ...]
+    """`[B, T, D]` each: the target's hidden states at the places, those of `Drafter.taps`."""
+    num_tokens: Array
+    """`[B]` int32 in 0..T: places that count."""
+
+
 class Drafter(Protocol):
     """Frozen static settings with four pure methods.
 
-    The engine calls `prefill` after new prompts and before every burst of rounds (it does nothing
-    for rows that are up to date), then `propose` and `commit` once a round.
+    The engine calls `read` once for every chunk of the prompts, then `propose` and `commit` once
+    a round.
     """
 
     @property
@@ -53,24 +71,34 @@ class Drafter(Protocol):
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K: tokens a draft at most."""
+        """K: tokens that one round can accept at most."""
+        ...
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """P: tokens a draft at most; K, unless drafts are trees."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which hidden states of the target it wants to see: entries of `Output.hidden`."""
         ...
 
     def init(self, batch: int, capacity: int, dtype: Any) -> Any:
         """The state of `batch` empty rows with room for `capacity` tokens each."""
         ...
 
-    def prefill(self, params: Any, state: Any, context: Context) -> Any:
-        """Catches up with the committed tokens."""
+    def read(self, params: Any, state: Any, context: Context, passage: Passage) -> Any:
+        """Takes in the next chunk of the prompts; `context` has the whole of them."""
         ...
 
     def propose(self, params: Any, state: Any, context: Context) -> tuple[Draft, Any]:
         """Drafts the positions from `context.lengths` on."""
         ...
 
-    def commit(self, params: Any, state: Any, num_emitted: Array) -> Any:
-        """Learns that `num_emitted` `[B]` tokens (0..K+1) were committed after the proposal:
-        the accepted drafts and the next token, as far as no stop rule cut them."""
+    def commit(self, params: Any, state: Any, passage: Passage) -> Any:
+        """Learns what was committed after the proposal: the accepted drafts and the next token, as
+        far as no stop rule cut them, 0..K+1 tokens."""
         ...
 
 
@@ -88,7 +116,7 @@ def draft_token(
         tokens=context.tokens,
         lengths=context.lengths,
         drafts=drafts[:, None],
-        depths=jnp.full((1,), index, jnp.int32),
+        depths=jnp.full((drafts.shape[0], 1), index, jnp.int32),
     )
     scale = inverse_temperature(sampling)[:, None]
 

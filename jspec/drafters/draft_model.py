@@ -21,9 +21,8 @@ from jax import Array
 
 from jspec import cache as cache_lib
 from jspec.cache import Cache
-from jspec.drafters.base import Context, Draft, draft_token, drafted_before
+from jspec.drafters.base import Context, Draft, Passage, draft_token, drafted_before
 from jspec.model import Model
-from jspec.prefill import prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,12 @@ class DraftModel:
     """The target's; the draft's own may be padded differently."""
     num_speculative_tokens: int = 6
     page_size: int = 16
-    prefill_chunk: int = 128
     name: str = "draft model"
+    taps: tuple[int, ...] = ()
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.num_speculative_tokens
 
     def init(self, batch: int, capacity: int, dtype: Any) -> Cache:
         cache = cache_lib.init_cache(
@@ -44,16 +47,19 @@ class DraftModel:
         )
         return cache.replace(lengths=cache.lengths - 1)
 
-    def prefill(self, params: Any, state: Cache, context: Context) -> Cache:
-        upto, chunk = context.lengths - 2, self.prefill_chunk
-        return prefill(self.model, params, state, context.tokens, upto, chunk=chunk)[0]
+    def read(self, params: Any, state: Cache, context: Context, passage: Passage) -> Cache:
+        width = passage.tokens.shape[1]
+        slots = jnp.maximum(state.positions(width), 0)
+        block = jnp.take_along_axis(context.tokens, slots, axis=1, mode="clip")
+        out = self.model.forward(params, block, cache_lib.open_block(state, width))
+        return cache_lib.commit_read(out.cache, passage.num_tokens)
 
     def propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:
         with jax.named_scope("draft"):
             return self._propose(params, state, context)
 
-    def commit(self, params: Any, state: Cache, num_emitted: Array) -> Cache:
-        return cache_lib.commit(state, num_emitted)
+    def commit(self, params: Any, state: Cache, passage: Passage) -> Cache:
+        return cache_lib.commit(state, passage.num_tokens)
 
     def _propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:
         K = self.num_speculative_tokens

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.drafters.base import Context, Draft
+from jspec.drafters.base import Context, Draft, Passage
 from jspec.errors import JspecError
 
 
@@ -35,6 +35,7 @@ class NgramDrafter:
     window: int | None = None
     """How many of the last tokens to search; None: all."""
     name: str = "ngram"
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
@@ -42,17 +43,21 @@ class NgramDrafter:
         if self.growth < 0:
             raise JspecError(f"{self.growth=} must not be negative")
 
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.num_speculative_tokens
+
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[()]:
         return ()
 
-    def prefill(self, params: Any, state: tuple[()], context: Context) -> tuple[()]:
+    def read(self, params: Any, state: tuple[()], context: Context, passage: Passage) -> tuple[()]:
         return state
 
     def propose(self, params: Any, state: tuple[()], context: Context) -> tuple[Draft, tuple[()]]:
         with jax.named_scope("draft"):
             return jax.vmap(self._propose_row)(context.tokens, context.lengths), state
 
-    def commit(self, params: Any, state: tuple[()], num_emitted: Array) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], passage: Passage) -> tuple[()]:
         return state
 
     def _propose_row(self, tokens: Array, length: Array) -> Draft:

@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 
-from jspec.drafters.base import Context, Draft
+from jspec.drafters.base import Context, Draft, Passage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +16,13 @@ class NoDrafter:
 
     name: str = "none"
     num_speculative_tokens: int = 0
+    num_draft_nodes: int = 0
+    taps: tuple[int, ...] = ()
 
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[()]:
         return ()
 
-    def prefill(self, params: Any, state: tuple[()], context: Context) -> tuple[()]:
+    def read(self, params: Any, state: tuple[()], context: Context, passage: Passage) -> tuple[()]:
         return state
 
     def propose(self, params: Any, state: tuple[()], context: Context) -> tuple[Draft, tuple[()]]:
@@ -29,5 +30,5 @@ class NoDrafter:
         nothing = jnp.zeros((batch, 0), jnp.int32)
         return Draft(nothing, None, jnp.zeros((batch,), jnp.int32)), state
 
-    def commit(self, params: Any, state: tuple[()], num_emitted: Array) -> tuple[()]:
+    def commit(self, params: Any, state: tuple[()], passage: Passage) -> tuple[()]:
         return state

@@ -25,7 +25,6 @@ from jspec.decode import (
     fork,
     init_state,
     read_prompts,
-    read_scored_prompts,
     run_rounds,
     state_specs,
 )
@@ -113,7 +112,7 @@ class BatchRunner:
         """The state of all rows with their prompts read, and how long that took."""
         state = self._init(requests, shape)
         scored = any(r.params.prompt_logprobs is not None for r in requests)
-        read = read_scored_prompts if scored else read_prompts
+        read = _read_scored_prompts if scored else read_prompts
         state, seconds = self._run(read, self.params, state)
         parent = [i for i, request in enumerate(requests) for _ in request.seeds]
         if len(parent) == len(requests) and shape.prompts == shape.rows:
@@ -180,6 +179,9 @@ class BatchRunner:
         program = jax.jit(function, donate_argnums=donated, out_shardings=shardings)
         with on_mesh(self.mesh):
             return program.lower(*arguments).compile()
+
+
+_read_scored_prompts = functools.partial(read_prompts, scored=True)
 
 
 class _Reader:

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import cache as cache_lib
-from jspec.decode import DecodeConfig
-from jspec.drafters.base import Context
+from jspec.decode import DecodeConfig, DecodeState, init_state, read_prompts
+from jspec.drafters.base import Context, Passage
 from jspec.draws import argmax
-from jspec.prefill import prefill
 from jspec.sampling import neutral
 
 _LOOP = 8
@@ -30,7 +29,7 @@ class RoundTimes(NamedTuple):
     verify_seconds: float
     """A target pass over K + 1 tokens."""
     draft_seconds: float
-    """A proposal of K tokens."""
+    """The drafter's share of a round: a proposal of K tokens, and learning what was kept."""
     plain_width: int
     """Tokens in the narrowest pass."""
 
@@ -40,26 +39,20 @@ def measure_round(
 ) -> RoundTimes:
     """Times the parts in turn, `repeats` times each, greedy, after `context_length` tokens."""
     capacity = max(512, 1 << (context_length + config.widths[-1]).bit_length())
-    context = Context(
+    state = init_state(
+        config,
         tokens=jnp.zeros((1, capacity), jnp.int32),
         lengths=jnp.full((1,), context_length, jnp.int32),
+        max_lengths=jnp.full((1,), capacity, jnp.int32),
         sampling=neutral(1, config.model.vocab_size),
+        page_size=16,
+        dtype=dtype,
     )
-    cache = cache_lib.init_cache(config.model.cache_spec, 1, capacity, page_size=16, dtype=dtype)
-    cache, _ = prefill(
-        config.model,
-        params[0],
-        cache,
-        context.tokens,
-        context.lengths - 1,
-        chunk=config.prefill_chunk,
-    )
-    drafter = config.drafter.init(1, capacity, dtype)
-    drafter = config.drafter.prefill(params[1], drafter, context)
+    state = jax.jit(read_prompts, static_argnums=0)(config, params, state)
     programs = (
-        lambda: _passes(config, config.widths[0], params[0], cache),
-        lambda: _passes(config, config.widths[-1], params[0], cache),
-        lambda: _proposals(config, params[1], drafter, context),
+        lambda: _passes(config, config.widths[0], params[0], state.cache),
+        lambda: _passes(config, config.widths[-1], params[0], state.cache),
+        lambda: _proposals(config, params, state),
     )
     for program in programs:
         jax.block_until_ready(program())
@@ -84,12 +77,28 @@ def _passes(config: DecodeConfig, width: int, params: Any, cache: Any) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _proposals(config: DecodeConfig, params: Any, drafter: Any, context: Context) -> Array:
-    """Proposals one after the other, each behind a token of the last one."""
+def _proposals(config: DecodeConfig, params: Any, state: DecodeState) -> Array:
+    """Drafting alone, one round after the other: a proposal, then its first token committed."""
+    width = config.drafter.num_speculative_tokens + 1
+    shapes = jax.eval_shape(
+        lambda: config.model.forward(
+            params[0],
+            jnp.zeros((1, width), jnp.int32),
+            cache_lib.open_block(state.cache, width),
+        )
+    )
+    features = tuple(
+        jnp.zeros(shapes.hidden[i].shape, shapes.hidden[i].dtype) for i in config.drafter.taps
+    )
 
-    def one(_: Any, token: Array) -> Array:
-        tokens = context.tokens.at[:, context.lengths[0] - 1].set(token)
-        draft, _state = config.drafter.propose(params, drafter, context.replace(tokens=tokens))
-        return jnp.sum(draft.tokens, axis=1) + jnp.sum(draft.num_drafted) % 2
+    def one(_: Any, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        tokens, drafter = carry
+        context = Context(tokens=tokens, lengths=state.lengths, sampling=state.sampling)
+        draft, drafter = config.drafter.propose(params[1], drafter, context)
+        token = jnp.sum(draft.tokens, axis=1) + jnp.sum(draft.num_drafted) % 2
+        run = jnp.broadcast_to(token[:, None], (1, width))
+        passage = Passage(run, features, jnp.ones((1,), jnp.int32))
+        drafter = config.drafter.commit(params[1], drafter, passage)
+        return tokens.at[:, state.lengths[0] - 1].set(token), drafter
 
-    return jax.lax.fori_loop(0, _LOOP, one, jnp.zeros((1,), jnp.int32))
+    return jax.lax.fori_loop(0, _LOOP, one, (state.tokens, state.drafter))[0]
