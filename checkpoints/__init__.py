@@ -1,8 +1,21 @@
-"""Weights in and out: models by any name, converted once, restored onto any mesh."""
+"""Weights in and out: models by any name, converted once, restored onto any mesh; draft heads."""
 
 from checkpoints.detokenizer import Detokenizer
+from checkpoints.heads import LoadedHead, is_head, load_head
+from checkpoints.heads_save import save_head
 from checkpoints.sources import DEFAULT_MODEL
 from checkpoints.store import Checkpoint, convert, load
 from checkpoints.tokenizer import Tokenizer
 
-__all__ = ["DEFAULT_MODEL", "Checkpoint", "Detokenizer", "Tokenizer", "convert", "load"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "Checkpoint",
+    "Detokenizer",
+    "LoadedHead",
+    "Tokenizer",
+    "convert",
+    "is_head",
+    "load",
+    "load_head",
+    "save_head",
+]

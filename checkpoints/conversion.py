@@ -39,7 +39,7 @@ def write_checkpoint(
     refuse_existing(dest)
     specs = param_specs(source.config)
     leaves = {
-        path: _as_leaf(tensor, spec, as_dtype(dtype) if dtype else tensor.dtype)
+        path: as_leaf(tensor, spec, as_dtype(dtype) if dtype else tensor.dtype)
         for path, spec, tensor in _matched(source, dict(leaf_paths(specs)))
     }
     tokenizer = source.tokenizer()  # before the weights: it may be what is wrong
@@ -69,7 +69,7 @@ def _matched(
         if path in taken:
             raise JspecError(f"{source.path}: the tensor {tensor.name!r} is there twice")
         taken[path] = tensor.name
-        expected = _file_shape(specs[path])
+        expected = file_shape(specs[path])
         if tensor.shape != expected:
             raise JspecError(
                 f"{source.path}: {tensor.name!r} has shape {list(tensor.shape)}, "
@@ -91,7 +91,7 @@ def _leaf_of(source: Source, tensor: FileTensor) -> str | None:
         ) from error
 
 
-def _file_shape(spec: LeafSpec) -> tuple[int, ...]:
+def file_shape(spec: LeafSpec) -> tuple[int, ...]:
     """The shape in a file: heads and head size are one axis there."""
     for axis, name in enumerate(spec.axes):
         if name in ("heads", "kv_heads"):
@@ -100,7 +100,7 @@ def _file_shape(spec: LeafSpec) -> tuple[int, ...]:
     return spec.shape
 
 
-def _as_leaf(tensor: FileTensor, spec: LeafSpec, dtype: np.dtype) -> FileTensor:
+def as_leaf(tensor: FileTensor, spec: LeafSpec, dtype: np.dtype) -> FileTensor:
     """The tensor in the shape and dtype of the leaf, still unread."""
 
     def load() -> np.ndarray:

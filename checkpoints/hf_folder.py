@@ -15,7 +15,7 @@ from checkpoints.files import read_json, read_json_or_empty
 from checkpoints.hf_config import model_config
 from checkpoints.names import llama
 from checkpoints.safetensors_file import open_safetensors
-from checkpoints.tensors import FileTensor, Source
+from checkpoints.tensors import FileTensor, Source, refuse_other_dtypes
 from checkpoints.tokenizer import Tokenizer
 from checkpoints.torch_file import open_torch
 from jspec.errors import JspecError
@@ -80,6 +80,7 @@ def _tensors(path: Path) -> Iterator[FileTensor]:
     for shard, expected in _shards(path, weights).items():
         found = set()
         for tensor in weights.open(path / shard):
+            refuse_other_dtypes(path / shard, tensor)
             found.add(tensor.name)
             yield tensor
         for name in sorted(expected - found):
@@ -92,16 +93,26 @@ def _shards(path: Path, weights: Format) -> dict[str, set[str]]:
     """Shard file name -> the tensors that the index says are in it (empty without an index)."""
     index = path / weights.index_file
     if not index.exists():
-        files = sorted(file.name for file in path.glob(weights.pattern))
-        # Some repositories ship a whole copy beside the standard name.
-        return {name: set() for name in ([weights.single] if weights.single in files else files)}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise JspecError(f"{index}: has no weight_map; fetch the file again")
+        return {name: set() for name in unindexed_files(path, weights)}
     shards: dict[str, set[str]] = {}
-    for tensor, file in weight_map.items():
-        shards.setdefault(str(file), set()).add(tensor)
+    for tensor, file in weight_map(index).items():
+        shards.setdefault(file, set()).add(tensor)
     for file in shards:
         if not (path / file).is_file():
             raise JspecError(f"{path / file}: missing, but listed in {index.name}; fetch it again")
     return shards
+
+
+def unindexed_files(path: Path, weights: Format) -> list[str]:
+    """The files of weights in a folder without an index."""
+    files = sorted(file.name for file in path.glob(weights.pattern))
+    # Some repositories ship a whole copy beside the standard name.
+    return [weights.single] if weights.single in files else files
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the file that holds it, as an index has it. JspecError when it is damaged."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise JspecError(f"{index}: has no weight_map; fetch the file again")
+    return {tensor: str(file) for tensor, file in found.items()}

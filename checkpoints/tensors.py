@@ -26,6 +26,8 @@ DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
 }
 """The dtypes that weights may be stored and loaded in."""
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+"""Of weights that are stored beside their scales."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,8 @@ class FileTensor:
     """As the file calls it."""
     shape: tuple[int, ...]
     dtype: np.dtype
-    """What `load` gives: for quantised files the dtype after dequantisation."""
+    """What `load` gives: for quantised files the dtype after dequantisation. Files have tensors of
+    other dtypes than `DTYPES`, too: see `refuse_other_dtypes`."""
     load: Callable[[], np.ndarray]
 
     @property
@@ -61,3 +64,12 @@ def as_dtype(name: str) -> np.dtype:
     if name not in DTYPES:
         raise JspecError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def refuse_other_dtypes(file: Path, tensor: FileTensor) -> None:
+    """JspecError unless `tensor` has a dtype that weights can have; `file` is for the message."""
+    if tensor.dtype not in DTYPES.values():
+        raise JspecError(
+            f"{file}: {tensor.name!r} has dtype {tensor.dtype}; "
+            f"only {', '.join(DTYPES)} can be converted"
+        )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from checkpoints.tensors import DTYPES, FileTensor
+from checkpoints.tensors import FileTensor
 from jspec.errors import JspecError
 
 _STORAGES = {
@@ -56,21 +56,16 @@ class _View(NamedTuple):
 
 
 def open_torch(path: Path) -> Iterator[FileTensor]:
-    """Yields each tensor of a state dict, unread. JspecError if the file is damaged, holds
-    anything but tensors, or tensors of a type that weights cannot have."""
+    """Yields each tensor of a state dict, unread, of whatever dtype. JspecError if the file is
+    damaged or holds anything but tensors."""
     archive_name, described = _describe(path)
     if not isinstance(described, dict):
         raise JspecError(f"{path}: holds {type(described).__name__}, not a dict of tensors")
     for name, view in described.items():
         if not isinstance(name, str) or not isinstance(view, _View):
             raise JspecError(f"{path}: {name!r} is {type(view).__name__}, not a tensor")
-        dtype = view.storage.dtype
-        if dtype not in DTYPES.values():
-            raise JspecError(
-                f"{path}: {name!r} has dtype {dtype}; only {', '.join(DTYPES)} can be converted"
-            )
         load = functools.partial(_read, path, f"{archive_name}/data/{view.storage.key}", view)
-        yield FileTensor(name, view.shape, dtype, load)
+        yield FileTensor(name, view.shape, view.storage.dtype, load)
 
 
 def _describe(path: Path) -> tuple[str, Any]:

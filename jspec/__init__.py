@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jspec.attention import attend
     from jspec.cache import CacheSpec
+    from jspec.drafters.growth import DynamicTree, StaticTree
     from jspec.engine.requests import (
         CompletionOutput,
         Logprob,
@@ -32,6 +33,7 @@ _HOMES = {
     "LLM": "jspec.llm",
     "CacheSpec": "jspec.cache",
     "CompletionOutput": "jspec.engine.requests",
+    "DynamicTree": "jspec.drafters.growth",
     "JspecError": "jspec.errors",
     "Logprob": "jspec.engine.requests",
     "Metrics": "jspec.metrics",
@@ -39,6 +41,7 @@ _HOMES = {
     "Output": "jspec.model",
     "RequestOutput": "jspec.engine.requests",
     "SamplingParams": "jspec.engine.requests",
+    "StaticTree": "jspec.drafters.growth",
     "StreamChunk": "jspec.engine.requests",
     "attend": "jspec.attention",
     "enable_compilation_cache": "jspec.llm",
@@ -49,6 +52,7 @@ __all__ = [
     "LLM",
     "CacheSpec",
     "CompletionOutput",
+    "DynamicTree",
     "JspecError",
     "Logprob",
     "Metrics",
@@ -56,6 +60,7 @@ __all__ = [
     "Output",
     "RequestOutput",
     "SamplingParams",
+    "StaticTree",
     "StreamChunk",
     "attend",
     "enable_compilation_cache",

@@ -40,7 +40,11 @@ class Settings:
     prompts: str
     model: str
     drafters: tuple[str, ...] = ("ngram",)
-    num_speculative_tokens: int = 6
+    num_speculative_tokens: int | None = None
+    """None: what suits each drafter."""
+    tree_nodes: int | None = None
+    """Of heads: trees of this many tokens instead of chains."""
+    tree_width: int = 4
     dtype: str = "bfloat16"
     max_tokens: int = 128
     repeats: int = 1
@@ -262,11 +266,13 @@ def median_context(samples: Sequence[Sample]) -> int:
 def load_engines(settings: Settings, progress: Progress) -> dict[str, Any]:
     """Drafter -> engine, plain decoding first; all share the weights of the target."""
     progress("starting", 0, 0)
-    from jspec.llm import LLM, enable_compilation_cache  # late: JAX is slow
+    from jspec import loading  # late: JAX is slow
+    from jspec.llm import LLM, enable_compilation_cache
 
     enable_compilation_cache()
+    K = settings.num_speculative_tokens
+    tree = loading.dynamic_tree(K, settings.tree_width, settings.tree_nodes)
     options: dict[str, Any] = {
-        "num_speculative_tokens": settings.num_speculative_tokens,
         "dtype": settings.dtype,
         "max_num_seqs": 1,
         "progress": progress,
@@ -274,7 +280,8 @@ def load_engines(settings: Settings, progress: Progress) -> dict[str, Any]:
     plain = LLM(settings.model, drafter=PLAIN, **options)
     shared = {"model": plain.model, "params": plain.params[0], "tokenizer": plain.tokenizer}
     names = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
-    engines = {name: LLM(**shared, drafter=name, **options) for name in names}
+    drafting = {"num_speculative_tokens": K, "tree": tree}
+    engines = {name: LLM(**shared, drafter=name, **drafting, **options) for name in names}
     progress("starting", 1, 1)
     return {PLAIN: plain, **engines}
 

@@ -1,4 +1,4 @@
-"""The `jspec` command: generate, convert, bench. Parses, calls the library, prints.
+"""The `jspec` command: generate, convert, bench, train. Parses, calls the library, prints.
 
 Everything heavy (JAX, transformers, rich) is imported inside the commands, so that help and a
 wrong flag answer at once.
@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from jspec.errors import JspecError
+from jspec.train import commands
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -56,12 +57,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(commands.app, name="train")
+
 Model = Annotated[
     str, typer.Option(help="A packaged name, a local folder, a hub id or a GGUF file.")
 ]
 NumSpeculativeTokens = Annotated[
-    int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted a round.")
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        min=1,
+        help="Tokens drafted a round, or a tree's depth.  [default: what suits the drafter]",
+    ),
 ]
+TreeNodes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Draft trees of this many tokens (trained heads).  [default: chains]"),
+]
+TreeWidth = Annotated[int, typer.Option(min=1, help="Nodes of a tree that grow on each level.")]
 ComputeType = Annotated[DType, typer.Option(help="Type of weights and activations.")]
 
 
@@ -94,9 +108,11 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: Model = DEFAULT_MODEL,
     drafter: Annotated[
-        str, typer.Option(help="ngram, none, or a second model to draft with.")
+        str, typer.Option(help="ngram, none, a trained head or a second model.")
     ] = "ngram",
-    num_speculative_tokens: NumSpeculativeTokens = 6,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    tree_nodes: TreeNodes = None,
+    tree_width: TreeWidth = 4,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
@@ -124,6 +140,7 @@ def generate(
     text = _read_prompt(prompt)
     with terminal.Steps() as steps, terminal.sure_interrupt(steps):
         steps.update("starting", 0, 0)
+        from jspec import loading
         from jspec.llm import LLM, SamplingParams, enable_compilation_cache
 
         # Before the model, so that a wrong value does not wait for a download.
@@ -146,6 +163,7 @@ def generate(
             model,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
+            tree=loading.dynamic_tree(num_speculative_tokens, tree_width, tree_nodes),
             dtype=dtype.value,
             progress=steps.update,
             report=steps.say,
@@ -204,7 +222,9 @@ def bench(
         list[str] | None, typer.Option(help="Repeat to compare several.  [default: ngram]")
     ] = None,
     model: Model = DEFAULT_MODEL,
-    num_speculative_tokens: NumSpeculativeTokens = 6,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    tree_nodes: TreeNodes = None,
+    tree_width: TreeWidth = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate a prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts a category.")] = None,
     categories: Annotated[str | None, typer.Option(help="Only these, as a,b.")] = None,
@@ -225,6 +245,8 @@ def bench(
         model=model,
         drafters=tuple(drafter or ["ngram"]),
         num_speculative_tokens=num_speculative_tokens,
+        tree_nodes=tree_nodes,
+        tree_width=tree_width,
         dtype=dtype.value,
         max_tokens=max_tokens,
         repeats=repeats,

@@ -232,17 +232,17 @@ def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
     index = jnp.arange(checked.run.shape[1], dtype=jnp.int32)
     beyond = state.tokens.shape[1]
     places = jnp.where(index < num_emitted[:, None], state.lengths[:, None] + index, beyond)
-    return state.replace(
+    state = state.replace(
         tokens=_put(state.tokens, places, checked.run),
         lengths=state.lengths + num_emitted,
         finish=finish,
         cache=cache_lib.commit(state.cache.replace(block=checked.block), num_emitted),
-        drafter=config.drafter.commit(
-            drafter_params, drafter, Passage(checked.run, checked.features, num_emitted)
-        ),
         logprobs=_put(state.logprobs, places, checked.logprobs),
         log=_note(state.log, _num_positions(draft), checked.verdict, running),
     )
+    passage = Passage(checked.run, checked.features, num_emitted)
+    drafter = config.drafter.commit(drafter_params, drafter, _context(state), passage)
+    return state.replace(drafter=drafter)
 
 
 class Checked(NamedTuple):

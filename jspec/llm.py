@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jspec import loading
 from jspec.decode import DecodeConfig, Finish
 from jspec.drafters.base import Drafter
+from jspec.drafters.growth import TreeShape
 from jspec.engine import outputs
 from jspec.engine.batch import BatchRunner, Progress, Shape
 from jspec.engine.requests import (
@@ -53,15 +54,19 @@ class LLM:
         `jspec.Model` together with `params`.
       params: parameters of a `jspec.Model`.
       tokenizer: anything with `encode(text)` and `decode(ids)`; None: the checkpoint's own.
-      drafter: "ngram", "none", any model source (a draft model with the same vocabulary), or a
-        `Drafter` together with `drafter_params`.
-      num_speculative_tokens: K, tokens drafted a round.
+      drafter: "ngram", "none", a trained head's folder or file (EAGLE, EAGLE-3, MTP, Medusa), any
+        model source (a draft model with the same vocabulary), several of these joined by commas
+        in order of preference, or a `Drafter` together with `drafter_params`.
+      num_speculative_tokens: K, tokens drafted a round, a tree's depth; None: what suits the
+        drafter.
+      tree: a `DynamicTree` or `StaticTree` for a head to draft, instead of a chain.
       dtype: "bfloat16", "float16" or "float32", of weights, keys and values.
       max_num_seqs: rows decoded together at most; longer lists run in turns.
       max_model_len: longest prompt + output, in tokens; None: what the model's positions allow.
       batch_sizes: numbers of rows to compile for; None: powers of two up to `max_num_seqs`.
-      block_widths: tokens a row that a target pass may be compiled for, the last at least K + 1;
-        None: what suits the device. Bit-for-bit equality holds at one batch size and width.
+      block_widths: tokens a row that a target pass may be compiled for, the last at least one more
+        than a draft has; None: what suits the device. Bit-for-bit equality holds at one batch
+        size and width.
       max_logprobs: most probable tokens that a request may ask for in each place.
       logits_processor: a pure function `(logits [V], tokens [S], position) -> logits [V]` that
         is compiled into the loop and applied at every position, drafted or not; the tokens
@@ -79,7 +84,8 @@ class LLM:
         tokenizer: Any = None,
         drafter: str | Path | Drafter = "ngram",
         drafter_params: Any = (),
-        num_speculative_tokens: int = 6,
+        num_speculative_tokens: int | None = None,
+        tree: TreeShape | None = None,
         dtype: str = "bfloat16",
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
@@ -99,7 +105,7 @@ class LLM:
         options = loading.Options(dtype=dtype, mesh=mesh, progress=progress, report=report)
         target = loading.load_target(model, params, options)
         self.drafter, drafter_params = loading.load_drafter(
-            drafter, drafter_params, target.model, num_speculative_tokens, options
+            drafter, drafter_params, target, loading.Drafting(num_speculative_tokens, tree), options
         )
         self.model = target.model
         self.params = (target.params, drafter_params)
@@ -112,7 +118,7 @@ class LLM:
         self._batch_sizes = tuple(sorted(batch_sizes or _powers_of_two(max_num_seqs)))
         if self._batch_sizes[0] < 1:
             raise JspecError(f"{batch_sizes=}: each must be at least 1")
-        widths = tuple(block_widths or default_widths(self.drafter.num_speculative_tokens, dtype))
+        widths = tuple(block_widths or default_widths(self.drafter.num_draft_nodes, dtype))
         self._runner = BatchRunner(
             config=DecodeConfig(self.model, self.drafter, widths, max_logprobs=max_logprobs),
             params=self.params,
@@ -347,10 +353,10 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[tuple[int,
         yield batch
 
 
-def default_widths(num_speculative_tokens: int, dtype: str) -> tuple[int, ...]:
-    """Block widths for this machine: on a CPU a narrow pass is cheaper, and one of a single
-    token in a 16-bit type takes a slow path in XLA; elsewhere a pass of K+1 costs what one does."""
-    widest = num_speculative_tokens + 1
+def default_widths(num_drafted: int, dtype: str) -> tuple[int, ...]:
+    """Block widths for this machine: on a CPU a narrow pass is cheaper, and one of a single token
+    in a 16-bit type takes a slow path in XLA; elsewhere a pass of a few costs what one does."""
+    widest = num_drafted + 1
     if jax.default_backend() != "cpu":
         return (widest,)
     narrow = 1 if dtype == "float32" else 2

@@ -48,6 +48,8 @@ class Model:
     max_position_embeddings: int
     cache_spec: CacheSpec
     eos_token_ids: tuple[int, ...] = ()
+    config: ModelConfig | None = None
+    """Of a model whose parameters are a `params.Params`, for what builds on them (draft heads)."""
 
 
 @functools.cache
@@ -59,6 +61,7 @@ def llama(config: ModelConfig) -> Model:
         max_position_embeddings=config.max_position_embeddings,
         cache_spec=CacheSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
         eos_token_ids=config.eos_token_ids,
+        config=config,
     )
 
 

@@ -292,7 +292,8 @@ def report_table(report: Report, name: str, rows: Sequence[Row]) -> Table:
     mine = "plain" if name == PEER else "drafter"
     drafts = name not in (PEER, PLAIN)
     settings = report.settings
-    what = f"drafter {name}, K = {settings.num_speculative_tokens}" if drafts else "plain decoding"
+    K = settings.num_speculative_tokens
+    what = f"drafter {name}" + (f", K = {K}" if K else "") if drafts else "plain decoding"
     title = f"{settings.model}, {settings.dtype}, {what}, tokens/s"
     grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     grid.add_column("category", max_width=15, no_wrap=True, overflow="ellipsis")

@@ -31,9 +31,12 @@ class Tree(flax.struct.PyTreeNode):
     branching: int = flax.struct.field(pytree_node=False)
     """Children of a node at most; they are different tokens."""
 
-    def cut(self, num_drafts: int) -> Tree:
-        """The tree of the first `num_drafts` drafts."""
-        return self.replace(parents=self.parents[:, :num_drafts])
+    def cut(self, num_drafts: int) -> Tree | None:
+        """The tree of the first `num_drafts` drafts; None: of none."""
+        if num_drafts == 0:
+            return None
+        parents = self.parents[:, :num_drafts]
+        return self.replace(parents=parents, depth=min(self.depth, num_drafts))
 
 
 class Walk(NamedTuple):

@@ -33,9 +33,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.rejection_sampling import (
     Outcome,
     are_drafted,
-    coupled_from_logits,
+    chain_from_logits,
     leading_true,
-    rejection_from_logits,
     siblings_from_logits,
     verify_exact_match,
 )
@@ -122,22 +121,10 @@ class _Laws(NamedTuple):
 
 
 def _soft_chain(drafts: _Drafts, laws: _Laws, coin_keys: Key, is_coupled: Array) -> Verdict:
-    rows, width = drafts.tokens.shape
     logits, scale, keys, kind = laws
-
-    def coupled() -> Outcome:
-        tokens, _, num_drafted = drafts
-        return _coupled(tokens, num_drafted, logits, scale, keys, implementation=kind)
-
-    def rejection() -> Outcome:
-        coins = draws.uniform((coin_keys[0][:, :-1], coin_keys[1][:, :-1]))
-        return _rejection(*drafts, logits, scale, coins, keys, implementation=kind)
-
-    by_rule = (
-        _if(jnp.any(is_coupled), coupled, rows, width),
-        _if(jnp.any(~is_coupled), rejection, rows, width),
-    )
-    return _verdict(jax.tree.map(functools.partial(_where, is_coupled), *by_rule), None)
+    coins = draws.uniform((coin_keys[0][:, :-1], coin_keys[1][:, :-1]))
+    outcome = _chain(*drafts, logits, scale, coins, keys, is_coupled, implementation=kind)
+    return _verdict(outcome, None)
 
 
 def _soft_tree(
@@ -178,7 +165,7 @@ def _soft_tree(
     def judge(node: Array) -> tuple[Array, Array]:
         by_match = exact(node)
         by_ratio = jax.lax.cond(jnp.all(is_coupled), lambda: by_match, lambda: rejection(node))
-        return jax.tree.map(functools.partial(_where, is_coupled), by_match, by_ratio)
+        return jax.tree.map(functools.partial(jnp.where, is_coupled), by_match, by_ratio)
 
     return _walked(descend(tree, judge), peaks)
 
@@ -198,8 +185,7 @@ def _exact(
     return judge
 
 
-_coupled = jax.jit(coupled_from_logits, static_argnames="implementation")  # traced once a shape
-_rejection = jax.jit(rejection_from_logits, static_argnames="implementation")
+_chain = jax.jit(chain_from_logits, static_argnames="implementation")  # traced once a shape
 _siblings = jax.jit(siblings_from_logits, static_argnames="implementation")
 
 
@@ -208,17 +194,6 @@ def _implementation() -> dispatch.Implementation:
     while a kernel would have to gather them."""
     is_split = jax.sharding.get_abstract_mesh().size > 1
     return dispatch.Implementation.XLA if is_split else dispatch.current()
-
-
-def _if(asked: Array, rule: Callable[[], Outcome], rows: int, width: int) -> Outcome:
-    """What a rule says, or zeros if no row asks for it."""
-    nothing = jnp.zeros((rows,), jnp.int32)
-    nothing = Outcome(nothing, nothing, jnp.zeros((rows, width + 1), jnp.float32))
-    return jax.lax.cond(asked, rule, lambda: nothing)
-
-
-def _where(by_row: Array, x: Array, y: Array) -> Array:
-    return jnp.where(by_row.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
 
 def _walked(walk: Walk, peaks: Array) -> Verdict:

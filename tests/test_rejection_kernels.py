@@ -211,6 +211,24 @@ def test_a_coupled_chain_is_the_targets_own_draws(V, K, soft, implementation):
     assert found == [accepted, [tokens[b, n] for b, n in enumerate(accepted)]]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("which", [[True] * B, [False] * B, [False, True] * B])
+def test_each_row_gets_the_rule_that_it_asks_for(which, implementation):
+    case, _ = chain(*CASES[3])
+    coupled = np.array(which[:B])
+    law = (case.logits, case.scale)
+    args = (*case.drafts, *law, case.coins, case.keys, coupled)
+    found = np.array(call("chain_from_logits", *args, implementation=implementation))
+    matched = call(
+        "coupled_from_logits", case.tokens, case.num_drafted, *law, case.keys, implementation="xla"
+    )
+    rejected = call(
+        "rejection_from_logits", *case.drafts, *law, case.coins, case.keys, implementation="xla"
+    )
+    assert found.tolist() == np.where(coupled, matched, rejected).tolist()
+    assert matched != rejected
+
+
 @functools.cache
 def children(V, S, soft):
     case = make_case(V, S, soft, places=1)

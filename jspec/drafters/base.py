@@ -61,7 +61,7 @@ class Drafter(Protocol):
     """Frozen static settings with four pure methods.
 
     The engine calls `read` once for every chunk of the prompts, then `propose` and `commit` once
-    a round.
+    a round. Both see every token that a row commits exactly once, in order.
     """
 
     @property
@@ -89,16 +89,17 @@ class Drafter(Protocol):
         ...
 
     def read(self, params: Any, state: Any, context: Context, passage: Passage) -> Any:
-        """Takes in the next chunk of the prompts; `context` has the whole of them."""
+        """Takes in what was committed, without a proposal of its own before it: a chunk of the
+        prompts, or what another drafter proposed. `context` has all that is committed."""
         ...
 
     def propose(self, params: Any, state: Any, context: Context) -> tuple[Draft, Any]:
         """Drafts the positions from `context.lengths` on."""
         ...
 
-    def commit(self, params: Any, state: Any, passage: Passage) -> Any:
-        """Learns what was committed after the proposal: the accepted drafts and the next token, as
-        far as no stop rule cut them, 0..K+1 tokens."""
+    def commit(self, params: Any, state: Any, context: Context, passage: Passage) -> Any:
+        """Learns what was committed after its proposal: the accepted drafts and the next token, as
+        far as no stop rule cut them, 0..K+1 tokens. `context` has them already."""
         ...
 
 

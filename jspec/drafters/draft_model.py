@@ -58,7 +58,7 @@ class DraftModel:
         with jax.named_scope("draft"):
             return self._propose(params, state, context)
 
-    def commit(self, params: Any, state: Cache, passage: Passage) -> Cache:
+    def commit(self, params: Any, state: Cache, context: Context, passage: Passage) -> Cache:
         return cache_lib.commit(state, passage.num_tokens)
 
     def _propose(self, params: Any, state: Cache, context: Context) -> tuple[Draft, Cache]:

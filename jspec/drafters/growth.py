@@ -106,6 +106,8 @@ class StaticTree:
     paths: tuple[Path, ...]
 
     def __post_init__(self) -> None:
+        if not self.paths:
+            raise JspecError("a tree with no nodes")
         known = {(), *self.paths}
         for path in self.paths:
             if not path or min(path) < 0 or path[:-1] not in known:

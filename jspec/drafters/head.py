@@ -1,6 +1,6 @@
 """Drafting with a head that reads the target's hidden states: EAGLE, EAGLE-2, EAGLE-3, MTP.
 
-The head's own cache holds one entry for every committed token but the last two, made of what the
+The head's own cache holds one entry for every committed token but the last, made of what the
 target itself thought there; entries of drafts, made of the head's own outputs, live in a block and
 are forgotten. What the newest entry says is carried into the round: it drafts the first token.
 
@@ -80,9 +80,11 @@ class HeadDrafter:
     def read(
         self, params: HeadParams, state: HeadState, context: Context, passage: Passage
     ) -> HeadState:
-        return self.commit(params, state, passage)
+        return self.commit(params, state, context, passage)
 
-    def commit(self, params: HeadParams, state: HeadState, passage: Passage) -> HeadState:
+    def commit(
+        self, params: HeadParams, state: HeadState, context: Context, passage: Passage
+    ) -> HeadState:
         """Entries of the passage, in place of those that drafts had."""
         with jax.named_scope("draft"):
             width, count = passage.tokens.shape[1], passage.num_tokens

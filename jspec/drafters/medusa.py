@@ -49,9 +49,11 @@ class MedusaDrafter:
         return jnp.zeros((batch, self.config.hidden_size), dtype)
 
     def read(self, params: MedusaParams, state: Array, context: Context, passage: Passage) -> Array:
-        return self.commit(params, state, passage)
+        return self.commit(params, state, context, passage)
 
-    def commit(self, params: MedusaParams, state: Array, passage: Passage) -> Array:
+    def commit(
+        self, params: MedusaParams, state: Array, context: Context, passage: Passage
+    ) -> Array:
         newest = jnp.maximum(passage.num_tokens - 1, 0)[:, None, None]
         hidden = jnp.take_along_axis(passage.features[0], newest, axis=1)[:, 0]
         return jnp.where((passage.num_tokens > 0)[:, None], hidden, state)

@@ -57,7 +57,9 @@ class NgramDrafter:
         with jax.named_scope("draft"):
             return jax.vmap(self._propose_row)(context.tokens, context.lengths), state
 
-    def commit(self, params: Any, state: tuple[()], passage: Passage) -> tuple[()]:
+    def commit(
+        self, params: Any, state: tuple[()], context: Context, passage: Passage
+    ) -> tuple[()]:
         return state
 
     def _propose_row(self, tokens: Array, length: Array) -> Draft:

@@ -30,5 +30,7 @@ class NoDrafter:
         nothing = jnp.zeros((batch, 0), jnp.int32)
         return Draft(nothing, None, jnp.zeros((batch,), jnp.int32)), state
 
-    def commit(self, params: Any, state: tuple[()], passage: Passage) -> tuple[()]:
+    def commit(
+        self, params: Any, state: tuple[()], context: Context, passage: Passage
+    ) -> tuple[()]:
         return state

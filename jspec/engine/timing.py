@@ -98,7 +98,7 @@ def _proposals(config: DecodeConfig, params: Any, state: DecodeState) -> Array:
         token = jnp.sum(draft.tokens, axis=1) + jnp.sum(draft.num_drafted) % 2
         run = jnp.broadcast_to(token[:, None], (1, width))
         passage = Passage(run, features, jnp.ones((1,), jnp.int32))
-        drafter = config.drafter.commit(params[1], drafter, passage)
+        drafter = config.drafter.commit(params[1], drafter, context, passage)
         return tokens.at[:, state.lengths[0] - 1].set(token), drafter
 
     return jax.lax.fori_loop(0, _LOOP, one, (state.tokens, state.drafter))[0]

@@ -3,6 +3,7 @@ kernel where there is one.
 
     rejection, rejection_from_logits   a chain, by speculative sampling
     coupled_from_logits                a chain, by exact match with the target's own draws
+    chain_from_logits                  each row by the one of these that it asks for
     siblings, siblings_from_logits     the children of one node of a tree
 
 `implementation` is as in `pallas_kernels.dispatch`. Arguments out of contract raise ValueError
@@ -33,6 +34,7 @@ __all__ = [
     "Decision",
     "Outcome",
     "are_drafted",
+    "chain_from_logits",
     "coupled_from_logits",
     "leading_true",
     "rejection",
@@ -122,6 +124,29 @@ def coupled_from_logits(
     _check("scale", scale, num_drafted.shape, jnp.float32)
     with _chosen(implementation) as module:
         return module.coupled_from_logits(draft_tokens, num_drafted, logits, scale, keys)
+
+
+def chain_from_logits(
+    draft_tokens: Array,
+    draft_probs: Array | None,
+    num_drafted: Array,
+    logits: Array,
+    scale: Array,
+    coins: Array,
+    keys: Key,
+    coupled: Array,
+    *,
+    implementation: Implementation | str | None = None,
+) -> Outcome:
+    """`coupled_from_logits` for the rows where `coupled` `[B]` (bool) is true,
+    `rejection_from_logits` for the others: one call for a batch that asks for both."""
+    _check_chain(draft_tokens, draft_probs, num_drafted, "logits", logits, keys)
+    _check("scale", scale, num_drafted.shape, jnp.float32)
+    _check("coins", coins, draft_tokens.shape, jnp.float32)
+    _check("coupled", coupled, num_drafted.shape, jnp.bool_)
+    args = (draft_tokens, _soft(draft_probs), num_drafted, logits, scale, coins, keys, coupled)
+    with _chosen(implementation) as module:
+        return module.chain_from_logits(*args)
 
 
 def siblings(

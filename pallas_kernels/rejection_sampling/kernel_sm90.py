@@ -429,6 +429,20 @@ def coupled_from_logits(draft_tokens, num_drafted, logits, scale, keys) -> Outco
     return Outcome(*decision, _largest(peak[..., 0]))
 
 
+def chain_from_logits(
+    draft_tokens, draft_probs, num_drafted, logits, scale, coins, keys, coupled
+) -> Outcome:
+    drafts = draft_tokens, draft_probs, num_drafted
+
+    def match() -> Outcome:
+        return coupled_from_logits(draft_tokens, num_drafted, logits, scale, keys)
+
+    def reject() -> Outcome:
+        return rejection_from_logits(*drafts, logits, scale, coins, keys)
+
+    return reference.by_rule(coupled, match, reject)
+
+
 def siblings(draft_tokens, draft_probs, num_drafted, target_probs, coins, key) -> Decision:
     target = _Target(target_probs[:, None], None)
     return _judge(draft_tokens, draft_probs, num_drafted, target, coins, key)

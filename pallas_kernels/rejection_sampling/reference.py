@@ -97,6 +97,51 @@ def coupled_from_logits(
     return Outcome(*verify_exact_match(draws.draw(law, keys), draft_tokens, drafted), law.peak)
 
 
+def chain_from_logits(
+    draft_tokens: Array,
+    draft_probs: Array | None,
+    num_drafted: Array,
+    logits: Array,
+    scale: Array,
+    coins: Array,
+    keys: Key,
+    coupled: Array,
+) -> Outcome:
+    """`coupled_from_logits` for the rows that `coupled` `[B]` names, `rejection_from_logits` for
+    the others; both read one law, and a rule that no row asks for costs nothing."""
+    law = _law(logits, scale)
+    chosen = draws.prob_of(law, padded(draft_tokens))
+
+    def match() -> Decision:
+        drafted = are_drafted(draft_tokens, num_drafted)
+        return verify_exact_match(draws.draw(law, keys), draft_tokens, drafted)
+
+    def reject() -> Decision:
+        def target_at(place: Array) -> Array:
+            return draws.probs_at(law, place)
+
+        return _decide(draft_tokens, draft_probs, num_drafted, chosen, target_at, coins, keys)
+
+    return Outcome(*by_rule(coupled, match, reject), law.peak)
+
+
+def by_rule[Result](
+    coupled: Array, match: Callable[[], Result], reject: Callable[[], Result]
+) -> Result:
+    """What `match` says of the rows `coupled` `[B]` and `reject` of the others, arrays whose first
+    axis is rows; what no row asks for is not computed."""
+    shapes = jax.eval_shape(match)
+
+    def nothing() -> Result:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def choose(x: Array, y: Array) -> Array:
+        return jnp.where(coupled.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    matched = jax.lax.cond(jnp.any(coupled), match, nothing)
+    return jax.tree.map(choose, matched, jax.lax.cond(jnp.all(coupled), nothing, reject))
+
+
 def siblings(
     draft_tokens: Array,
     draft_probs: Array | None,

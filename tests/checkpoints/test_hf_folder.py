@@ -247,7 +247,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"model.norm.weight": np.zeros(24, np.int64)}, file)
-    with pytest.raises(JspecError, match=r"'model\.norm\.weight' has dtype I64; only F32"):
+    with pytest.raises(JspecError, match=r"'model\.norm\.weight' has dtype int64; only float32"):
         open_hf_folder(folder)
 
 

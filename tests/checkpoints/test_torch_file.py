@@ -1,7 +1,6 @@
 """Files of `torch.save`, read without torch; torch_golden.bin was written by torch 2.13."""
 
 import json
-import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from torch_files import Call, Storage, tensor, write, write_arrays
 
 from checkpoints.hf_folder import open_hf_folder
 from checkpoints.torch_file import open_torch
@@ -32,68 +32,25 @@ def test_tensors_are_those_that_torch_wrote():
     assert found["float16"].dtype == np.float16
 
 
-class Storage:
-    """What torch would call a storage: written as a persistent id."""
-
-    def __init__(self, kind, key, array):
-        self.kind, self.key, self.array = kind, key, array
-
-
-class Global:
-    """A name of a module, whether or not the module exists."""
-
-    def __init__(self, module, name):
-        self.module, self.name = module, name
-
-
-class Call:
-    """`function(*args)`, to be called when it is unpickled."""
-
-    def __init__(self, module, name, *args):
-        self.function, self.args = Global(module, name), args
-
-
-class Pickler(pickle._Pickler):
-    """Pure Python, so that it can write names that cannot be imported here."""
-
-    def persistent_id(self, obj):
-        if isinstance(obj, Storage):
-            return ("storage", Global("torch", obj.kind), obj.key, "cpu", obj.array.size)
-        return None
-
-    def reducer_override(self, obj):
-        return (obj.function, obj.args) if isinstance(obj, Call) else NotImplemented
-
-    def save(self, obj, save_persistent_id=True):
-        if isinstance(obj, Global):
-            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
-        elif isinstance(obj, Call):
-            self.save(obj.function)
-            self.save(obj.args)
-            self.write(pickle.REDUCE)
-        else:
-            super().save(obj, save_persistent_id)
-
-
-def write(path, tree, storages=(), *, members=()):
-    with zipfile.ZipFile(path, "w") as archive:
-        with archive.open("archive/data.pkl", "w") as file:
-            Pickler(file, protocol=2).dump(tree)
-        for storage in storages:
-            archive.writestr(f"archive/data/{storage.key}", storage.array.tobytes())
-        for name, data in members:
-            archive.writestr(f"archive/{name}", data)
-
-
-def tensor(storage, shape, strides, offset=0):
-    return Call("torch._utils", "_rebuild_tensor_v2", storage, offset, shape, strides, False, {})
-
-
 def test_a_hand_written_file(tmp_path):
     storage = Storage("FloatStorage", "0", np.arange(6, dtype=np.float32))
     write(tmp_path / "x.bin", {"w": tensor(storage, (2, 2), (3, 1), 1)}, [storage])
     (found,) = open_torch(tmp_path / "x.bin")
     np.testing.assert_array_equal(found.load(), [[1, 2], [4, 5]])
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int64", "int32", "int16", "int8", "uint8", "bool", "float64", "bfloat16"]
+)
+def test_other_dtypes(tmp_path, dtype):
+    """Read as they are; what may be a weight is not for the reader of files to say."""
+    array = np.array([[0, 1, 2], [3, 4, 5]]).astype(ml_dtypes.bfloat16 if "bf" in dtype else dtype)
+    write_arrays(tmp_path / "x.bin", {"d2t": array, "scalar": np.array(array[1, 2])})
+    first, second = open_torch(tmp_path / "x.bin")
+    assert (first.dtype, first.shape, second.shape) == (array.dtype, (2, 3), ())
+    assert first.load().dtype == array.dtype
+    np.testing.assert_array_equal(first.load(), array)
+    assert second.load() == array[1, 2]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +88,6 @@ NUMBERS = Storage("FloatStorage", "0", np.arange(4, dtype=np.float32))
         ({"w": tensor(NUMBERS, (2, 2), (3, 1))}, "reaches beyond its storage"),
         ({"w": tensor(NUMBERS, (4,), (1,), 1)}, "reaches beyond its storage"),
         ({"w": tensor(NUMBERS, (2,), (-1,), 3)}, "reaches beyond its storage"),
-        ({"w": tensor(Storage("LongStorage", "0", np.arange(4)), (4,), (1,))}, "has dtype int64"),
         ({"w": tensor(Storage("QInt8Storage", "0", np.arange(4)), (4,), (1,))}, "QInt8Storage"),
     ],
 )
@@ -171,6 +127,16 @@ def test_damaged_files(tmp_path):
         list(open_torch(path))
 
 
+def test_integers_are_no_weights(tmp_path):
+    from checkpoint_files import hf_config, write_hf
+
+    folder = write_hf(tmp_path / "in", hf_config())
+    (folder / "model.safetensors").unlink()
+    write_arrays(folder / "pytorch_model.bin", {"model.norm.weight": np.arange(24)})
+    with pytest.raises(JspecError, match=r"'model\.norm\.weight' has dtype int64; only float32"):
+        open_hf_folder(folder)
+
+
 def test_a_folder_without_safetensors_is_read_from_its_bin_file(tmp_path):
     from checkpoint_files import hf_config, hf_tensors, write_hf
 
@@ -183,12 +149,7 @@ def test_a_folder_without_safetensors_is_read_from_its_bin_file(tmp_path):
     names = sorted(arrays)
     shards = [names[::2], names[1::2]]
     for i, shard in enumerate(shards):
-        storages = {n: Storage("FloatStorage", str(j), arrays[n]) for j, n in enumerate(shard)}
-        views = {
-            n: tensor(s, s.array.shape, tuple(x // 4 for x in s.array.strides))
-            for n, s in storages.items()
-        }
-        write(tmp_path / f"pytorch_model-{i}.bin", views, storages.values())
+        write_arrays(tmp_path / f"pytorch_model-{i}.bin", {name: arrays[name] for name in shard})
     index = {n: f"pytorch_model-{i}.bin" for i, shard in enumerate(shards) for n in shard}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
     shutil.copy(GOLDEN, tmp_path / "training_args.bin")  # is not weights

@@ -1,0 +1,203 @@
+"""Draft heads written in the public layout of their family, for jspec and for others.
+
+EAGLE's names for `eagle`, EAGLE-3's and SpecForge's for `eagle3`, Qwen3-Next's for `mtp` and
+Medusa's for `medusa`. Knows nothing of how heads compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.conversion import file_shape
+from checkpoints.files import write_json
+from checkpoints.folder import CONFIG_FILE, publish, refuse_existing, temporary_sibling
+from checkpoints.heads_config import OURS, config_to_json
+from checkpoints.heads_vocabulary import to_offsets
+from checkpoints.names.heads import EAGLE, EAGLE3, JOINED_NORM, MEDUSA, MTP
+from jspec.config import ModelConfig, RopeScaling
+from jspec.errors import JspecError
+from jspec.head_params import (
+    HeadConfig,
+    HeadParams,
+    MedusaConfig,
+    MedusaParams,
+    head_specs,
+    medusa_specs,
+)
+from jspec.params import leaf_paths
+
+WEIGHTS = "model.safetensors"
+
+_NAMES = {"eagle": EAGLE, "eagle3": EAGLE3, "mtp": MTP}
+_ARCHITECTURES = {
+    "eagle": "LlamaForCausalLM",  # as EAGLE's own files have it
+    "eagle3": "LlamaForCausalLMEagle3",
+    "mtp": "MTPDraftModel",
+}
+_SHARES_LM_HEAD = {"eagle": True, "mtp": True, "eagle3": False, "medusa": False}
+_ROPE_FIELDS = {
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+def save_head(
+    folder: str | Path,
+    config: HeadConfig | MedusaConfig,
+    params: HeadParams | MedusaParams,
+    *,
+    shares_embed: bool = True,
+    shares_lm_head: bool | None = None,
+) -> None:
+    """`folder` holds the head: config.json and model.safetensors, each array in its own dtype.
+
+    What is the target's is left out, and `load_head` takes it from the target: the embedding (if
+    `shares_embed`, and the head is as wide as its target), and the output head if
+    `shares_lm_head`; None means that `eagle` and `mtp` share it, `eagle3` and `medusa` do not
+    (other engines want theirs in the file).
+    A vocabulary of its own is written as d2t and t2d, whatever the family. config.json also has
+    all fields of `config` under "jspec", so that `load_head` gives back the same.
+
+    The folder appears whole or not at all. JspecError when there is one already, when it cannot
+    be written, or when `params` are not those of `config`.
+    """
+    dest = Path(folder).expanduser().absolute()
+    refuse_existing(dest)
+    if shares_lm_head is None:
+        shares_lm_head = _SHARES_LM_HEAD[_family(config)]
+    wide = isinstance(config, MedusaConfig) or (
+        config.layers.hidden_size == config.target_hidden_size
+    )
+    left_out = ("embed",) * (shares_embed and wide) + ("lm_head", "lm_heads") * shares_lm_head
+    tensors = dict(_tensors(config, params, left_out))
+    dtype = next(str(x.dtype) for x in tensors.values() if x.dtype not in (np.int64, np.bool_))
+    try:
+        with temporary_sibling(dest) as partial:
+            _write_tensors(partial / WEIGHTS, tensors)
+            write_json(partial / CONFIG_FILE, _settings(config, dtype))
+            publish(partial, dest)
+    except OSError as error:
+        raise JspecError(f"{dest}: cannot be written ({error.strerror or error})") from error
+
+
+def _family(config: HeadConfig | MedusaConfig) -> str:
+    return "medusa" if isinstance(config, MedusaConfig) else config.family
+
+
+def _tensors(
+    config: HeadConfig | MedusaConfig, params: Any, left_out: tuple[str, ...]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Name in the file and numbers of each array that is not left out."""
+    medusa = isinstance(config, MedusaConfig)
+    names = MEDUSA if medusa else _NAMES[config.family]
+    specs = dict(leaf_paths(medusa_specs(config) if medusa else head_specs(config)))
+    arrays = dict(leaf_paths(params))
+    for leaf in specs.keys() ^ arrays.keys():
+        raise JspecError(f"{leaf!r} is in only one of the head's config and params")
+    joined = not medusa and config.norm_before_fc
+    for leaf, array in arrays.items():
+        if array.shape != specs[leaf].shape:
+            raise JspecError(
+                f"{leaf!r} of the head has shape {list(array.shape)}, "
+                f"but its config needs {list(specs[leaf].shape)}"
+            )
+        if leaf == "token_ids":
+            vocab_size = config.vocab_size if medusa else config.layers.vocab_size
+            yield from to_offsets(np.asarray(array), vocab_size).items()
+        elif leaf.partition(".")[0] not in left_out:
+            name = names.file_name(JOINED_NORM if joined and leaf == "fc_norms.0" else leaf)
+            yield name, np.asarray(array).reshape(file_shape(specs[leaf]))
+
+
+def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    save_file(whole, path, metadata={"format": "pt"})  # transformers asks for it
+
+
+def _settings(config: HeadConfig | MedusaConfig, dtype: str) -> dict[str, Any]:
+    """config.json: what others read, and all of `config` under `OURS`."""
+    public = _medusa(config) if isinstance(config, MedusaConfig) else _public(config)
+    return public | {"torch_dtype": dtype, OURS: config_to_json(config)}
+
+
+def _medusa(config: MedusaConfig) -> dict[str, Any]:
+    """Medusa's own keys, and vLLM's."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": 1,
+        "medusa_fc_bias": True,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size,
+    }
+
+
+def _public(config: HeadConfig) -> dict[str, Any]:
+    settings = {
+        "architectures": [_ARCHITECTURES[config.family]],
+        **_layers(config.layers),
+        "draft_vocab_size": config.draft_vocab_size,
+    }
+    if config.family == "mtp":
+        return settings | {"num_nextn_predict_layers": 1}
+    if config.family == "eagle":
+        return settings | {"bias": config.fc_bias}
+    settings |= {
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.feeds_normed,
+    }
+    if min(config.taps) >= 0:  # others know no other
+        # Inputs of layers: vLLM reads the first, SGLang the second.
+        ids = {"eagle_aux_hidden_state_layer_ids": list(config.taps)}
+        settings |= ids | {"eagle_config": ids | {"use_aux_hidden_state": True}}
+    return settings
+
+
+def _layers(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope(config.rope_scaling),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+    }
+
+
+def _rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = ("factor", *_ROPE_FIELDS.get(scaling.kind, ()))
+    found = {field: getattr(scaling, field) for field in fields}
+    return {"rope_type": scaling.kind} | {k: v for k, v in found.items() if v is not None}
