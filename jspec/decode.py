@@ -300,7 +300,7 @@ def _check_at(
     features = tuple(out.hidden[i] for i in config.drafter.taps)
     kept = jax.tree.map(on_path, (out.cache.block, features))
     fit = functools.partial(_fit, width=config.drafter.num_speculative_tokens + 1)
-    return Checked(verdict, *jax.tree.map(fit, (run, logprobs, *kept)))
+    return Checked(verdict._replace(path=None), *jax.tree.map(fit, (run, logprobs, *kept)))
 
 
 def _places(

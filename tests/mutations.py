@@ -11,14 +11,20 @@ Each mutation is made in a copy of the working tree and runs the tests named bes
 from __future__ import annotations
 
 import argparse
+import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import NamedTuple
+
+from mutations_heads import TREES_AND_HEADS
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutations.md"
@@ -77,15 +83,15 @@ MUTATIONS = (
     Mutation(
         "penalty position: drafts of the same block are not counted",
         "jspec/sampling.py",
-        "before = jnp.arange(D) < prefix.depths[:, None]",
-        "before = jnp.arange(D) < 0 * prefix.depths[:, None]",
+        "before = jnp.arange(D) < prefix.depths[..., None]",
+        "before = jnp.arange(D) < 0 * prefix.depths[..., None]",
         MIXED,
     ),
     Mutation(
         "penalty position: all drafts are counted everywhere",
         "jspec/sampling.py",
-        "before = jnp.arange(D) < prefix.depths[:, None]",
-        "before = jnp.arange(D) < D + 0 * prefix.depths[:, None]",
+        "before = jnp.arange(D) < prefix.depths[..., None]",
+        "before = jnp.arange(D) < D + 0 * prefix.depths[..., None]",
         MIXED,
     ),
     Mutation(
@@ -182,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "commit: the draft model misses a fully accepted draft's last token",
         "jspec/drafters/draft_model.py",
-        "return cache_lib.commit(state, num_emitted)",
-        "return cache_lib.commit(state, jnp.minimum(num_emitted, self.num_speculative_tokens))",
+        "return cache_lib.commit(state, passage.num_tokens)",
+        "return cache_lib.commit(state, jnp.minimum(passage.num_tokens, self.num_draft_nodes))",
         "tests/test_decode.py -k perfect_drafter",
     ),
     Mutation(
@@ -280,7 +286,7 @@ MUTATIONS = (
     Mutation(
         "logprobs: of the token one place on",
         "jspec/decode.py",
-        "logprobs = score(logits, run,",
+        "logprobs = score(on_path(logits), run,",
         "logprobs = score(jnp.roll(logits, 1, axis=1), run,",
         "tests/test_parameters.py -k model_itself",
     ),
@@ -312,6 +318,7 @@ MUTATIONS = (
         "num_emitted = jnp.where(True, jnp.where(ended",
         MIXED,
     ),
+    *(Mutation(*each) for each in TREES_AND_HEADS),
 )
 
 
@@ -347,7 +354,7 @@ def try_out(mutation: Mutation, tree: Path) -> Outcome:
     path.write_text(applied(mutation, source))
     start = time.perf_counter()
     try:
-        command = f"{sys.executable} -m pytest -x -q -rfE {mutation.tests}"
+        command = f"{sys.executable} -m pytest -n 0 -x -q -rfE {mutation.tests}"
         # The tree's own modules go before those installed.
         run = subprocess.run(
             ["bash", "-c", f"PYTHONPATH={tree} {command}"],
@@ -361,6 +368,30 @@ def try_out(mutation: Mutation, tree: Path) -> Outcome:
     if run.returncode not in (0, 1):
         raise RuntimeError(f"{mutation.what}: pytest did not run\n{run.stdout}{run.stderr}")
     return Outcome(failed, time.perf_counter() - start)
+
+
+def try_out_all(mutations: Sequence[Mutation], num_workers: int) -> list[tuple[Mutation, Outcome]]:
+    """Outcomes in order, printed as they come; each worker breaks a copy of its own."""
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def work(mutation: Mutation) -> tuple[Mutation, Outcome]:
+        tree = trees.get()
+        try:
+            outcome = try_out(mutation, tree)
+        finally:
+            trees.put(tree)
+        seen = outcome.seen_by[0] if outcome.seen_by else "NOT SEEN"
+        number = MUTATIONS.index(mutation)
+        print(f"{number:2} {mutation.what}: {seen} ({outcome.seconds:.0f} s)", flush=True)
+        return mutation, outcome
+
+    with tempfile.TemporaryDirectory() as folder:
+        for worker in range(num_workers):
+            tree = Path(folder) / str(worker)
+            copy_of_tree(tree)
+            trees.put(tree)
+        with futures.ThreadPoolExecutor(num_workers) as pool:
+            return list(pool.map(work, mutations))
 
 
 def table(outcomes: list[tuple[Mutation, Outcome]]) -> str:
@@ -386,15 +417,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="write docs/mutations.md")
     options = parser.parse_args()
     chosen = [MUTATIONS[n] for n in options.numbers] if options.numbers else list(MUTATIONS)
-    outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy_of_tree(Path(folder))
-        for mutation in chosen:
-            outcome = try_out(mutation, Path(folder))
-            outcomes.append((mutation, outcome))
-            seen = outcome.seen_by[0] if outcome.seen_by else "NOT SEEN"
-            number = MUTATIONS.index(mutation)
-            print(f"{number:2} {mutation.what}: {seen} ({outcome.seconds:.0f} s)", flush=True)
+    outcomes = try_out_all(chosen, min(os.cpu_count() or 1, 4))
     if options.table:
         TABLE.write_text(table(outcomes))
     return int(any(not outcome.seen_by for _, outcome in outcomes))

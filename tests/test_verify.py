@@ -1,9 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import sampling
 
 from jspec.sampling import chain_prefix
+from jspec.tree import Tree
 from jspec.verify import verify
 from pallas_kernels import dispatch
 from pallas_kernels.rejection_sampling.reference import (
@@ -141,8 +143,91 @@ def test_the_verdict_of_the_hopper_kernels_is_that_of_plain_jax(coupled):
             )
     means = np.asarray(verdicts[0].num_accepted < verdicts[0].num_valid)  # else its token does not
     assert means[[0, 3]].all()
-    for name, *both in zip(verdicts[0]._fields, *verdicts, strict=True):
+    for name in ("num_accepted", "next_token", "num_valid", "finite"):
+        both = [getattr(verdict, name) for verdict in verdicts]
         one, other = (np.where(means, x, -1) if name == "next_token" else x for x in both)
         assert one.tolist() == other.tolist(), name
     assert verdicts[0].num_valid.tolist() == [3, 1, 1, 3]
     assert verdicts[0].finite.tolist()[1:3] == [True, False]
+
+
+def drafts_near(rows, K, size, rng):
+    """Logits, and drafts drawn from laws close to theirs, so that about half are accepted."""
+    logits = rng.normal(size=(rows, K + 1, size)) * 2
+    near = logits[:, :-1] + rng.normal(size=(rows, K, size))
+    probs = np.exp(near) / np.exp(near).sum(-1, keepdims=True)
+    draws = probs.cumsum(-1) > rng.random((rows, K, 1))
+    tokens = jnp.asarray(np.argmax(draws, axis=-1), jnp.int32)
+    return jnp.asarray(logits, jnp.float32), tokens, jnp.asarray(probs, jnp.float32)
+
+
+@pytest.mark.parametrize("soft", [True, False], ids=["soft", "certain"])
+def test_a_tree_of_single_children_is_judged_as_the_chain(soft):
+    """By the same coins, under every rule, with all, some and no drafts there; at places without
+    a law, too."""
+    rows, K, size = 240, 4, 11
+    rng = np.random.default_rng(2)
+    logits, tokens, probs = drafts_near(rows, K, size, rng)
+    logits = logits.at[:8, 1].set(-jnp.inf).at[8:16, 1, 3].set(jnp.nan)
+    settings = sampling(
+        rows,
+        vocab_size=size,
+        temperature=np.arange(rows) % 3 / 2 * 1.2,  # 0, 0.6, 1.2
+        coupled=np.arange(rows) % 2 == 0,
+        top_k=np.where(np.arange(rows) % 5 == 0, 6, 0),
+    )
+    num_drafted = jnp.asarray(rng.integers(0, K + 1, size=rows), jnp.int32)
+    chain = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (rows, K))
+    verdicts = [
+        jax.jit(verify)(
+            tokens,
+            probs if soft else None,
+            num_drafted,
+            target_logits=logits,
+            sampling=settings,
+            prefix=places(tokens),
+            tree=tree,
+        )
+        for tree in (None, Tree(parents=chain, depth=K, branching=1))
+    ]
+    one, other = jax.device_get(verdicts)
+    assert set(one.num_accepted) == set(range(K + 1))
+    np.testing.assert_array_equal(one.num_accepted, other.num_accepted)
+    # What a verdict says of places behind the next token means nothing.
+    emitted = one.num_accepted + 1
+    np.testing.assert_array_equal(
+        np.minimum(one.num_valid, emitted), np.minimum(other.num_valid, emitted)
+    )
+    means = one.num_valid >= emitted
+    assert 0 < means.sum() < rows
+    np.testing.assert_array_equal(one.next_token[means], other.next_token[means])
+    np.testing.assert_array_equal(one.finite[~means], other.finite[~means])
+    np.testing.assert_array_equal(one.num_valid[16:], other.num_valid[16:])
+    index = np.arange(K + 1)
+    np.testing.assert_array_equal(other.path, np.minimum(index, other.num_accepted[:, None]))
+    assert one.path is None
+
+
+@pytest.mark.parametrize(
+    ("num_drafted", "path", "next_token"), [(5, [0, 1, 4], 8), (3, [0, 1, 1], 4), (0, [0, 0, 0], 1)]
+)
+@pytest.mark.parametrize("rule", ["greedy", "rejection", "coupled"])
+def test_the_way_down_a_tree(rule, num_drafted, path, next_token):
+    """The docstring of `jspec.tree`: x = 1, y = 2; u = 3, v = 4 below x; w = 5 below y. The target
+    says x, then v, then 8."""
+    says = jnp.array([1, 4, 0, 0, 8, 0])
+    verdict = verify(
+        jnp.array([[1, 2, 3, 4, 5]]),
+        None,
+        jnp.array([num_drafted]),
+        target_logits=jnp.where(jnp.arange(9) == says[:, None], 50.0, 0.0)[None],
+        sampling=sampling(
+            1, vocab_size=9, temperature=float(rule != "greedy"), coupled=rule == "coupled"
+        ),
+        prefix=places(jnp.array([[1, 2, 3, 4, 5]])),
+        tree=Tree(parents=jnp.array([[0, 0, 1, 1, 2]]), depth=2, branching=2),
+    )
+    assert verdict.path.tolist() == [path]
+    assert verdict.num_accepted.tolist() == [len(set(path)) - 1]
+    assert verdict.next_token.tolist() == [next_token]
+    assert verdict.num_valid.tolist() == [3]

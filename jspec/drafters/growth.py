@@ -58,6 +58,11 @@ class DynamicTree:
         return self.width
 
     @property
+    def num_ranks(self) -> int:
+        """Best tokens of a law that it asks for."""
+        return self.width
+
+    @property
     def num_read(self) -> int:
         """Nodes that `Expand` reads in all."""
         return self.width * (self.depth - 1)
@@ -95,7 +100,7 @@ def _best_children(logits: Array, scores: Array, count: int) -> tuple[Array, Arr
     W nodes with `logits` `[B, W, V]` and `scores` `[B, W]`."""
     values, tokens = jax.lax.top_k(logits, count)
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    below = scores[..., None] + jnp.minimum(values - total, 0.0)
+    below = scores[..., None] + (values - total)
     return below.reshape(below.shape[0], -1), tokens.reshape(below.shape[0], -1)
 
 
@@ -145,6 +150,11 @@ class StaticTree:
         return max(map(above.count, above))
 
     @property
+    def num_ranks(self) -> int:
+        """Best tokens of a law that it asks for."""
+        return 1 + max(map(max, self.paths))
+
+    @property
     def num_read(self) -> int:
         """Nodes that `Expand` reads in all."""
         return len(self._read())
@@ -179,6 +189,15 @@ class StaticTree:
 
 
 TreeShape = DynamicTree | StaticTree
+
+
+def check_ranks(tree: TreeShape, draft_vocab_size: int) -> None:
+    """Raises where a tree asks for more tokens of a law than there are."""
+    if tree.num_ranks > draft_vocab_size:
+        raise JspecError(
+            f"a tree with {tree.num_ranks} children of a node: the head knows "
+            f"{draft_vocab_size} tokens"
+        )
 
 
 def _draft(shape: TreeShape, tokens: Array, parents: Array) -> Draft:

@@ -28,7 +28,7 @@ from jspec import heads
 from jspec.attention import attend
 from jspec.cache import Cache, CacheSpec
 from jspec.drafters.base import Context, Draft, Passage, draft_token, drafted_before
-from jspec.drafters.growth import TreeShape
+from jspec.drafters.growth import TreeShape, check_ranks
 from jspec.head_params import HeadConfig, HeadParams
 
 
@@ -55,8 +55,11 @@ class HeadDrafter:
     name: str = "head"
 
     def __post_init__(self) -> None:
-        if self.tree is not None and self.tree.depth != self.num_speculative_tokens:
+        if self.tree is None:
+            return
+        if self.tree.depth != self.num_speculative_tokens:
             raise ValueError(f"{self.num_speculative_tokens=} is not the depth {self.tree.depth}")
+        check_ranks(self.tree, self.config.draft_vocab_size)
 
     @property
     def num_draft_nodes(self) -> int:
@@ -92,7 +95,7 @@ class HeadDrafter:
             fused = heads.fuse(params, self.config, passage.features)
             hidden, cache = self._forward(params, passage.tokens, fused, cache)
             newest = jnp.maximum(count - 1, 0)[:, None, None]
-            output = jnp.take_along_axis(hidden, newest, axis=1)
+            output = _twice(jnp.take_along_axis(hidden, newest, axis=1))
             logits = heads.logits(params, self.config, output)[:, 0]
             carried = heads.carry(params, self.config, output)[:, 0]
             some = (count > 0)[:, None]
@@ -115,7 +118,7 @@ class HeadDrafter:
     def _chain(self, params: HeadParams, state: HeadState, context: Context) -> Draft:
         K, V = self.num_speculative_tokens, self.config.layers.vocab_size
         drafts = jnp.zeros((state.logits.shape[0], K), jnp.int32)
-        cache = cache_lib.open_block(state.cache, K)
+        cache = cache_lib.open_block(state.cache, K + 1)
         logits, carried, laws = state.logits, state.carried[:, None], []
         for i in range(K):
             known = heads.in_target_vocabulary(logits, params.token_ids, V)
@@ -123,10 +126,12 @@ class HeadDrafter:
             drafts = drafts.at[:, i].set(token)
             laws.append(law)
             if i + 1 < K:
-                hidden, cache = self._forward(params, token[:, None], carried, cache)
+                # The copy's entry is written over by the next step.
+                pair = _twice(token[:, None]), _twice(carried)
+                hidden, cache = self._forward(params, *pair, cache)
                 cache = cache.replace(in_flight=i + 1)
                 logits = heads.logits(params, self.config, hidden)[:, 0]
-                carried = heads.carry(params, self.config, hidden)
+                carried = heads.carry(params, self.config, hidden)[:, :1]
         laws = jnp.stack(laws, axis=1)
         return Draft(drafts, laws, drafted_before(laws))
 
@@ -164,6 +169,11 @@ class HeadDrafter:
         return heads.forward(
             params, self.config, tokens, carried, cache, positions=positions, attend=attend
         )
+
+
+def _twice(x: Array) -> Array:
+    """`[B, 2, ...]` of `[B, 1, ...]`: products of one row are slow in 16-bit types on a CPU."""
+    return jnp.concatenate([x, x], axis=1)
 
 
 def _stand_below(cache: Cache, parents: Array) -> Cache:

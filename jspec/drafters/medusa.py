@@ -16,7 +16,7 @@ from jax import Array
 
 from jspec import heads
 from jspec.drafters.base import Context, Draft, Passage
-from jspec.drafters.growth import TreeShape
+from jspec.drafters.growth import TreeShape, check_ranks
 from jspec.head_params import MedusaConfig, MedusaParams
 
 
@@ -31,6 +31,7 @@ class MedusaDrafter:
     def __post_init__(self) -> None:
         if self.tree.depth > self.config.num_heads:
             raise ValueError(f"a tree of depth {self.tree.depth}: {self.config.num_heads=}")
+        check_ranks(self.tree, self.config.draft_vocab_size)
 
     @property
     def num_speculative_tokens(self) -> int:

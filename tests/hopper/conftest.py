@@ -1,7 +1,7 @@
 """Compile-only checks for H100s; they need the wheels of the extra `hopper` and no GPU.
 
-pytest tests/hopper                   not part of a plain `pytest`
-pytest tests/hopper --write-kernels   also writes kernels.json anew
+pytest -n 0 tests/hopper                   not part of a plain `pytest`; in one process, in order
+pytest -n 0 tests/hopper --write-kernels   also writes kernels.json anew
 """
 
 import jax

@@ -1,0 +1,121 @@
+"""A head at the start of its training: its config, what is trained, what is the target's.
+
+Knows nothing of data or of how it is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.config import ModelConfig
+from jspec.errors import JspecError
+from jspec.head_params import HeadConfig, HeadParams, MedusaConfig, MedusaParams, init_head
+from jspec.params import Params
+from jspec.train.settings import Family
+from jspec.train.states import eagle3_taps
+
+Config = HeadConfig | MedusaConfig
+
+
+class Frozen(flax.struct.PyTreeNode):
+    """What a head shares with its target and training leaves alone."""
+
+    embed: Array  # [V, D]
+    lm_head: Array  # [draft V, D]
+    token_ids: Array | None  # [draft V] int32, ascending; None: all tokens
+    draft_ids: Array  # [V] int32: place of a target token in the draft vocabulary, or -1
+
+
+class NewHead(NamedTuple):
+    """A head to train."""
+
+    config: Config
+    trained: HeadParams | MedusaParams
+    """float32, without the leaves that are `frozen`."""
+    frozen: Frozen
+
+
+def head_config(
+    family: Family, target: ModelConfig, *, draft_vocab_size: int, norms: bool, num_heads: int
+) -> Config:
+    """The static shape of a head of one layer like the target's; `num_heads` is Medusa's."""
+    if not 0 < draft_vocab_size <= target.vocab_size:
+        raise JspecError(
+            f"a draft vocabulary of {draft_vocab_size}: the target has {target.vocab_size} tokens"
+        )
+    if not norms and family not in ("mtp", "eagle"):
+        raise JspecError(f"a head of family {family} has norms")
+    if family == "medusa":
+        return MedusaConfig(num_heads, target.hidden_size, target.vocab_size, draft_vocab_size)
+    if family == "mtp" and not norms:
+        family = "eagle"
+    return HeadConfig(
+        family=family,
+        layers=dataclasses.replace(target, num_hidden_layers=1, tie_word_embeddings=False),
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target.hidden_size,
+        taps=eagle3_taps(target.num_hidden_layers) if family == "eagle3" else (-1,),
+        fc_bias=family == "eagle",
+    )
+
+
+def new_head(config: Config, target: Params, token_ids: np.ndarray, seed: int) -> NewHead:
+    """A head that begins to learn: matrices drawn from `seed`, the final norm the target's own
+    (whose lm_head it speaks through), Medusa's blocks zero, so that they begin as the target.
+
+    `token_ids` `[draft V]` are ascending; the frozen leaves keep the target's dtype.
+    """
+    lm_head = target.embed if target.lm_head is None else target.lm_head
+    vocab_size = lm_head.shape[0]
+    whole = len(token_ids) == vocab_size
+    draft_ids = np.full((vocab_size,), -1, np.int32)
+    draft_ids[token_ids] = np.arange(len(token_ids), dtype=np.int32)
+    frozen = Frozen(
+        embed=target.embed,
+        lm_head=lm_head if whole else lm_head[token_ids],
+        token_ids=None if whole else jnp.asarray(token_ids, jnp.int32),
+        draft_ids=jnp.asarray(draft_ids),
+    )
+    return NewHead(config, _trained(config, target, seed), frozen)
+
+
+def _trained(config: Config, target: Params, seed: int) -> HeadParams | MedusaParams:
+    if isinstance(config, MedusaConfig):
+        n, D = config.num_heads, config.hidden_size
+        return MedusaParams(
+            blocks=tuple(jnp.zeros((D, D), jnp.float32) for _ in range(n)),
+            biases=tuple(jnp.zeros((D,), jnp.float32) for _ in range(n)),
+            lm_heads=(),
+        )
+    params = init_head(config, jax.random.key(seed))
+    if config.has_norms:
+        params = params.replace(final_norm=jnp.array(target.final_norm, jnp.float32))
+    return params.replace(embed=None, lm_head=None, token_ids=None)
+
+
+def whole_head(
+    config: Config, trained: HeadParams | MedusaParams, frozen: Frozen
+) -> HeadParams | MedusaParams:
+    """The parameters of inference, all in the dtype of the frozen ones."""
+    cast = jax.tree.map(lambda x: x.astype(frozen.lm_head.dtype), trained)
+    if isinstance(config, MedusaConfig):
+        heads = (frozen.lm_head,) * config.num_heads
+        return cast.replace(lm_heads=heads, token_ids=frozen.token_ids)
+    return cast.replace(embed=frozen.embed, lm_head=frozen.lm_head, token_ids=frozen.token_ids)
+
+
+def draft_vocabulary(counts: np.ndarray, size: int, always: tuple[int, ...]) -> np.ndarray:
+    """`[size]` ids, ascending: of the tokens counted `[V]` the most frequent, the lower id first
+    where counts are equal, and in any case those of `always`."""
+    order = np.lexsort((np.arange(counts.size), -counts))
+    rank = np.empty(counts.size, np.int64)
+    rank[order] = np.arange(counts.size)
+    rank[list(always)] = -1
+    return np.sort(np.argsort(rank, kind="stable")[:size]).astype(np.int32)

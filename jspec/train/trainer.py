@@ -1,0 +1,126 @@
+"""The training of a head: from a folder of states to a folder with the head, its checkpoints and
+its metrics.
+
+A run that was stopped at any point goes on from its last whole checkpoint and ends with the bits
+that it would have ended with: a step is a function of the state, the step's number and settings.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.train import data
+from jspec.train.curves import MetricsFile, draw_curves, means
+from jspec.train.new_head import whole_head
+from jspec.train.saved import Checkpoints
+from jspec.train.settings import Settings, Watching
+from jspec.train.setup import Run, begin
+from jspec.train.states import TargetOfText
+from jspec.train.step import Sums, TrainState, measure_step, train_step
+
+
+def train(
+    target: TargetOfText,
+    states: Path,
+    folder: Path,
+    settings: Settings,
+    watching: Watching | None = None,
+    *,
+    stop_after: int | None = None,
+) -> None:
+    """`folder` holds the head (`head/`), `metrics.jsonl`, `curves.png` and `checkpoints/`.
+
+    Goes on where an earlier run with the same settings stopped, on the shards that it began with.
+    `head/` is the one that did best on what is held out; while the training runs, the newest that
+    was evaluated. `stop_after` ends this run at that step, short of the last.
+
+    Raises JspecError as `setup.begin`.
+    """
+    run, first = begin(target, states, folder, settings, watching or Watching())
+    checkpoints = Checkpoints(folder / "checkpoints")
+    start, state = checkpoints.latest(first, run.watching.report) or (0, first)
+    metrics = MetricsFile(folder / "metrics.jsonl", start)
+    last = settings.steps if stop_after is None else min(stop_after, settings.steps)
+    state = _steps(run, run.replicated(state), range(start, last), checkpoints, metrics)
+    if last == settings.steps:
+        best = metrics.best_step()
+        if best is not None and best < settings.steps:
+            state = checkpoints.load(best, first)
+        _export(run, state)
+
+
+def _steps(
+    run: Run, state: TrainState, steps: range, checkpoints: Checkpoints, metrics: MetricsFile
+) -> TrainState:
+    """The state after all of `steps`. Sums stay on the device for `log_every` steps."""
+    settings, watching = run.settings, run.watching
+    shape = {"sequence_length": settings.sequence_length, "rows": settings.rows}
+    batches = data.training_batches(run.corpus, seed=settings.seed, **shape)
+    held_out = data.held_out_batches(run.corpus, **shape)
+    sums, clock = None, time.perf_counter()
+    for done, rows in zip(steps, data.from_step(batches, steps.start), strict=False):
+        watching.progress("training", done, settings.steps)
+        sums = sums or run.replicated(Sums.zero(settings.unroll))
+        state, sums = train_step(
+            run.objective, run.optimiser, state, sums, run.frozen, run.batch(rows)
+        )
+        jax.block_until_ready(sums)
+        step = done + 1
+        measures = step % watching.eval_every == 0 or step == settings.steps
+        saves = measures or step % watching.checkpoint_every == 0
+        if saves or step % watching.log_every == 0:
+            metrics.add(_logged(run, state, sums, time.perf_counter() - clock))
+            sums, clock = None, time.perf_counter()
+        if measures:
+            metrics.add(_measured(run, state, held_out))
+            clock = time.perf_counter()
+        if saves:
+            checkpoints.save(step, state, best=metrics.best_step())
+            draw_curves(metrics.lines, run.folder / "curves.png")
+    watching.progress("training", settings.steps, settings.steps)
+    return state
+
+
+def _logged(run: Run, state: TrainState, sums: Sums, seconds: float) -> dict[str, Any]:
+    """The line of metrics of what was learned since the last."""
+    found = jax.device_get(sums)
+    return {
+        "step": int(state.step),
+        "tokens": int(state.tokens),
+        **means(found),
+        "tokens_per_second": round(float(found.tokens) / seconds, 1),
+    }
+
+
+def _measured(run: Run, state: TrainState, held_out: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line of metrics of an evaluation; `head/` is the head that was evaluated."""
+    sums = run.replicated(Sums.zero(run.settings.unroll))
+    for number, rows in enumerate(held_out):
+        run.watching.progress("evaluating", number, len(held_out))
+        sums = measure_step(run.objective, state.trained, sums, run.frozen, run.batch(rows))
+    line = {
+        "step": int(state.step),
+        "tokens": int(state.tokens),
+        "held_out": means(jax.device_get(sums)),
+    }
+    run.watching.progress("evaluating", len(held_out), len(held_out))
+    _export(run, state)
+    if run.watching.evaluator is not None:
+        line["engine"] = run.watching.evaluator(run.folder / "head")
+    return line
+
+
+def _export(run: Run, state: TrainState) -> None:
+    """`head/` is the head of `state`, in the target's dtype."""
+    import checkpoints  # late: brings transformers' names along
+
+    folder, config = run.folder / "head", run.objective.config
+    head = whole_head(config, jax.device_get(state.trained), run.frozen)
+    shutil.rmtree(folder, ignore_errors=True)
+    shares = True if run.settings.family == "medusa" else None
+    checkpoints.save_head(folder, config, head, shares_lm_head=shares)
