@@ -247,7 +247,10 @@ BAD_ENGINES = [
     ({"drafter": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
     ({"drafter": "no-such-drafter"}, "'no-such-drafter' is neither"),
     ({"params": None}, "needs params="),
-    ({"block_widths": (2, 4)}, r"block widths \(2, 4\): the last must be at least K \+ 1 = 5"),
+    (
+        {"block_widths": (2, 4)},
+        r"block widths \(2, 4\): the last must be at least 5, for the 4 tokens",
+    ),
     ({"batch_sizes": (4, 0)}, "batch_sizes"),
 ]
 

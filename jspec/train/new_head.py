@@ -23,6 +23,9 @@ from jspec.train.states import eagle3_taps
 
 Config = HeadConfig | MedusaConfig
 
+_VOICE = 0.25
+"""Of a new head's logits against the target's."""
+
 
 class Frozen(flax.struct.PyTreeNode):
     """What a head shares with its target and training leaves alone."""
@@ -67,8 +70,10 @@ def head_config(
 
 
 def new_head(config: Config, target: Params, token_ids: np.ndarray, seed: int) -> NewHead:
-    """A head that begins to learn: matrices drawn from `seed`, the final norm the target's own
-    (whose lm_head it speaks through), Medusa's blocks zero, so that they begin as the target.
+    """A head that begins to learn: matrices drawn from `seed`, but what a layer adds to its
+    residual stream is nothing yet, and neither are Medusa's blocks, which so begin as the target.
+    The others speak through the target's lm_head with a quarter of its voice (measured: 60 steps
+    then reach a held-out cross entropy of 4.75 instead of 5.70).
 
     `token_ids` `[draft V]` are ascending; the frozen leaves keep the target's dtype.
     """
@@ -95,9 +100,14 @@ def _trained(config: Config, target: Params, seed: int) -> HeadParams | MedusaPa
             lm_heads=(),
         )
     params = init_head(config, jax.random.key(seed))
-    if config.has_norms:
-        params = params.replace(final_norm=jnp.array(target.final_norm, jnp.float32))
-    return params.replace(embed=None, lm_head=None, token_ids=None)
+    layers = tuple(
+        layer.replace(o=jnp.zeros_like(layer.o), down=jnp.zeros_like(layer.down))
+        for layer in params.layers
+    )
+    params = params.replace(layers=layers, embed=None, lm_head=None, token_ids=None)
+    if not config.has_norms:
+        return params.replace(fc=_VOICE * params.fc)
+    return params.replace(final_norm=_VOICE * target.final_norm.astype(jnp.float32))
 
 
 def whole_head(
