@@ -62,7 +62,7 @@ class DecodeConfig:
     """Block widths to compile, ascending, the last at least P + 1. A round runs at the narrowest
     that holds its longest draft; results are bit-for-bit comparable at one width only."""
     prefill_chunk: int = 128
-    """Tokens of a pass over prompts, shared by the rows (see `prefill`)."""
+    """Tokens a row of a pass over prompts, less where many rows share it (see `prefill`)."""
     max_logprobs: int = 0
     """Most probable tokens to keep the log probabilities of, at each token."""
 

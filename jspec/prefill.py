@@ -17,8 +17,9 @@ from jspec import cache as cache_lib
 from jspec.cache import Cache
 from jspec.model import Model, Output
 
-_LEAST_CHUNK = 32
-"""Tokens a row and pass at least: what a row gets of a chunk shared by many."""
+_PASS_TOKENS, _LEAST_CHUNK = 1024, 32
+"""Tokens of a pass at most, and of a row and pass at least. Larger passes are no faster a token,
+and short prompts of many rows would be mostly padding."""
 
 
 def prefill[Seen](
@@ -37,10 +38,10 @@ def prefill[Seen](
     A row that holds them already is left alone; `upto` may be -1 (see `Cache.lengths`).
     `observe(seen, output, slots, count)` gets what the model says of every chunk, the slots
     `[B, chunk]` of its tokens and how many `[B]` of a row count; what it does not read is not
-    computed. Rows share the `chunk`: many rows read less each, for short prompts pad less.
+    computed. Where many rows share a pass, a chunk has less than `chunk` tokens.
     """
     B, nowhere = tokens.shape
-    chunk = max(chunk // B, min(chunk, _LEAST_CHUNK))
+    chunk = min(chunk, max(_PASS_TOKENS // B, _LEAST_CHUNK))
 
     def behind(carry: tuple[Cache, Seen]) -> Array:
         return jnp.any(carry[0].lengths < upto)
