@@ -108,7 +108,7 @@ def seconds(call: Callable[[], None]) -> float:
 
 
 def measure(repeats: int) -> list[dict[str, float]]:
-    checkpoint = checkpoints.load("smollm2-135m-instruct", dtype="bfloat16")
+    checkpoint = checkpoints.load(checkpoints.DEFAULT_MODEL, dtype="bfloat16")
     model, rows = llama(checkpoint.config), []
     for block in BLOCKS:
         chain, tree = (

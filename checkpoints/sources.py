@@ -11,9 +11,9 @@ from checkpoints import hf_folder, hub
 from checkpoints.files import identity
 from checkpoints.folder import is_checkpoint
 from checkpoints.tensors import Source
+from jspec.config import DEFAULT_MODEL
 from jspec.errors import JspecError
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ACCEPTED = (
     f"the packaged name {DEFAULT_MODEL!r}, a Hub id (org/name), a folder with config.json and "

@@ -16,10 +16,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from jspec.config import DEFAULT_MODEL
 from jspec.errors import JspecError
 from jspec.train import commands
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 class DType(enum.StrEnum):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The packaged model (see `checkpoints.sources`)."""
+
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn"]
 
 

@@ -294,8 +294,7 @@ def _check_at(
     on_path = functools.partial(along, verdict.path)
     accepted = on_path(block)[:, 1 : num_drafts + 1]
     run = emitted_run(accepted, verdict)
-    if tree is not None:
-        prefix = chain_prefix(state.tokens, state.lengths, accepted)
+    prefix = chain_prefix(state.tokens, state.lengths, accepted)
     logprobs = score(on_path(logits), run, state.sampling, prefix, config.max_logprobs)
     features = tuple(out.hidden[i] for i in config.drafter.taps)
     kept = jax.tree.map(on_path, (out.cache.block, features))

@@ -134,11 +134,17 @@ def in_target_vocabulary(draft_logits: Array, token_ids: Array | None, vocab_siz
 
 def medusa_logits(params: MedusaParams, hidden: Array) -> Array:
     """`[M, ..., draft V]` float32 of the M heads, from final hidden states `[..., D]`: head i
-    predicts the token i + 2 places on. A residual block, x + SiLU(W x + b), then a projection
-    (arXiv 2401.10774, section 2.1.1)."""
-    out = []
-    for block, bias, lm_head in zip(params.blocks, params.biases, params.lm_heads, strict=True):
-        inner = linear(hidden, block, bias).astype(jnp.float32)
-        inner = hidden + (inner * jax.nn.sigmoid(inner)).astype(hidden.dtype)
-        out.append(jnp.einsum("...D,VD->...V", inner, lm_head, preferred_element_type=jnp.float32))
+    predicts the token i + 2 places on."""
+    spoken = (medusa_output(params, hidden, i) for i in range(len(params.blocks)))
+    out = [
+        jnp.einsum("...D,VD->...V", output, lm_head, preferred_element_type=jnp.float32)
+        for output, lm_head in zip(spoken, params.lm_heads, strict=True)
+    ]
     return jnp.stack(out)
+
+
+def medusa_output(params: MedusaParams, hidden: Array, number: int) -> Array:
+    """What head `number` hands to its lm_head, `[..., D]`: a residual block, x + SiLU(W x + b)
+    (arXiv 2401.10774, section 2.1.1)."""
+    inner = linear(hidden, params.blocks[number], params.biases[number]).astype(jnp.float32)
+    return hidden + (inner * jax.nn.sigmoid(inner)).astype(hidden.dtype)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jspec.config import DEFAULT_MODEL
 from jspec.errors import JspecError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from jspec.train.states import TargetOfText
 
 _EXTRA = ("optax", "grain", "matplotlib")
-_DEFAULT_MODEL = "smollm2-135m-instruct"
 
 app = typer.Typer(
     help="Train draft heads on the target's own text (needs the extra train).",
@@ -74,7 +74,7 @@ EvalPrompts = Annotated[
 def text(
     prompts: Prompts,
     out: Out,
-    model: Annotated[str, typer.Option(help="The target.")] = _DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="The target.")] = DEFAULT_MODEL,
     rows: Annotated[int, typer.Option(min=1, help="Prompts answered together: a shard.")] = 64,
     temperature: Annotated[
         list[float] | None,
@@ -238,7 +238,7 @@ def _train(
 def evaluate(
     head: Annotated[str, typer.Option(help="A head, or anything else that drafts.")],
     prompts: Prompts,
-    model: Annotated[str, typer.Option(help="The target.")] = _DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="The target.")] = DEFAULT_MODEL,
     num_speculative_tokens: Annotated[
         int | None, typer.Option("--num-speculative-tokens", "-k", min=1, help="Tokens a draft.")
     ] = None,

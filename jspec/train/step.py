@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jspec.head_params import HeadConfig, MedusaConfig, MedusaParams
-from jspec.heads import carry
-from jspec.model import linear, rms_norm
+from jspec.head_params import HeadConfig, MedusaConfig
+from jspec.heads import carry, medusa_output
+from jspec.model import rms_norm
 from jspec.train.losses import smooth_l1, soft_cross_entropy, step_weights
 from jspec.train.new_head import Config, Frozen, whole_head
 from jspec.train.unroll import anchored, earlier, later, unrolled
@@ -200,12 +200,6 @@ def _outputs(
     eps = config.layers.rms_norm_eps
     spoken = [rms_norm(x, head.final_norm, eps) for x in outputs]
     return spoken, [carry(head, config, x) for x in outputs]
-
-
-def medusa_output(head: MedusaParams, final: Array, number: int) -> Array:
-    """What head `number` hands to its lm_head, `[..., D]` of `final`: see `heads.medusa_logits`."""
-    inner = linear(final, head.blocks[number], head.biases[number]).astype(jnp.float32)
-    return final + (inner * jax.nn.sigmoid(inner)).astype(final.dtype)
 
 
 def _sums(

@@ -77,13 +77,7 @@ def rejection_from_logits(
     """`rejection` from softmax(logits * scale), logits `[B, K+1, V]`; only the law of the next
     token is written out."""
     law = _law(logits, scale)
-    chosen = draws.prob_of(law, padded(draft_tokens))
-
-    def target_at(place: Array) -> Array:
-        return draws.probs_at(law, place)
-
-    decided = _decide(draft_tokens, draft_probs, num_drafted, chosen, target_at, coins, keys)
-    return Outcome(*decided, law.peak)
+    return Outcome(*_reject(draft_tokens, draft_probs, num_drafted, law, coins, keys), law.peak)
 
 
 def coupled_from_logits(
@@ -93,8 +87,7 @@ def coupled_from_logits(
     the place's own key, and drafts are kept while they equal it: what is emitted does not depend
     on the drafts at all."""
     law = _law(logits, scale)
-    drafted = are_drafted(draft_tokens, num_drafted)
-    return Outcome(*verify_exact_match(draws.draw(law, keys), draft_tokens, drafted), law.peak)
+    return Outcome(*_match(draft_tokens, num_drafted, law, keys), law.peak)
 
 
 def chain_from_logits(
@@ -110,17 +103,12 @@ def chain_from_logits(
     """`coupled_from_logits` for the rows that `coupled` `[B]` names, `rejection_from_logits` for
     the others; both read one law, and a rule that no row asks for costs nothing."""
     law = _law(logits, scale)
-    chosen = draws.prob_of(law, padded(draft_tokens))
 
     def match() -> Decision:
-        drafted = are_drafted(draft_tokens, num_drafted)
-        return verify_exact_match(draws.draw(law, keys), draft_tokens, drafted)
+        return _match(draft_tokens, num_drafted, law, keys)
 
     def reject() -> Decision:
-        def target_at(place: Array) -> Array:
-            return draws.probs_at(law, place)
-
-        return _decide(draft_tokens, draft_probs, num_drafted, chosen, target_at, coins, keys)
+        return _reject(draft_tokens, draft_probs, num_drafted, law, coins, keys)
 
     return Outcome(*by_rule(coupled, match, reject), law.peak)
 
@@ -259,6 +247,27 @@ def prob_at(laws: Array, tokens: Array) -> Array:
 def draft_law(token: Array, probs: Array | None, like: Array) -> Array:
     """`[B, V]`: the law that a draft `[B]` was drawn from; certain if `probs` is None."""
     return jax.nn.one_hot(token, like.shape[-1], dtype=jnp.float32) if probs is None else probs
+
+
+def _match(draft_tokens: Array, num_drafted: Array, law: Law, keys: Key) -> Decision:
+    drafted = are_drafted(draft_tokens, num_drafted)
+    return verify_exact_match(draws.draw(law, keys), draft_tokens, drafted)
+
+
+def _reject(
+    draft_tokens: Array,
+    draft_probs: Array | None,
+    num_drafted: Array,
+    law: Law,
+    coins: Array,
+    keys: Key,
+) -> Decision:
+    chosen = draws.prob_of(law, padded(draft_tokens))
+
+    def target_at(place: Array) -> Array:
+        return draws.probs_at(law, place)
+
+    return _decide(draft_tokens, draft_probs, num_drafted, chosen, target_at, coins, keys)
 
 
 def _decide(

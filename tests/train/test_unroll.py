@@ -13,8 +13,8 @@ from jspec import heads
 from jspec.attention import attend
 from jspec.cache import CacheSpec
 from jspec.head_params import MedusaConfig, init_head
+from jspec.heads import medusa_output
 from jspec.train.new_head import head_config, new_head, whole_head
-from jspec.train.step import medusa_output
 from jspec.train.unroll import anchored, earlier, later, unrolled
 
 STEPS = 3
