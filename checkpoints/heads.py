@@ -22,7 +22,13 @@ from jax.sharding import Mesh
 from checkpoints.conversion import as_leaf, file_shape
 from checkpoints.files import read_json_or_empty
 from checkpoints.heads_config import OURS, ZERO_CENTRED, config_of, layer_settings
-from checkpoints.heads_source import HeadSource, open_source, settings_file, tensor_files
+from checkpoints.heads_source import (
+    HeadSource,
+    head_path,
+    open_source,
+    settings_file,
+    tensor_files,
+)
 from checkpoints.heads_vocabulary import token_ids_of
 from checkpoints.names.heads import JOINED_NORM, VOCABULARY, layout_of
 from checkpoints.tensors import FileTensor, as_dtype, refuse_other_dtypes
@@ -54,7 +60,7 @@ def is_head(path: str | Path) -> bool:
     """Whether a folder or file holds a draft head, by its settings or the names of its tensors:
     also one within a whole model, or of a kind that `load_head` refuses. Weights are not read.
     False for what does not exist or is damaged."""
-    path = Path(path).expanduser()
+    path = head_path(path)
     try:
         settings = read_json_or_empty(settings_file(path)) if path.is_dir() else {}
         return _says_head(settings) or layout_of(tensor_files(path)) is not None
@@ -71,7 +77,8 @@ def load_head(
     mesh: Mesh | None = None,
     rope_theta: float | None = None,
 ) -> LoadedHead:
-    """The head in a folder or file, its weights in `dtype`, on `mesh` by the sharding rules.
+    """The head in a folder or file, or one of those that come with this package by its name; its
+    weights in `dtype`, on `mesh` by the sharding rules.
 
     The layout is told by the names of the tensors. Within a whole model's folder only the head's
     tensors are read. Embedding and output head are the target's arrays where the file has none

@@ -22,6 +22,8 @@ from checkpoints.tensors import FLOAT8, FileTensor
 from checkpoints.torch_file import open_torch
 from jspec.errors import JspecError
 
+PRETRAINED = Path(__file__).parent / "pretrained"
+"""The heads that come with this package, a folder each; README.md there is their model card."""
 MEDUSA_FILE = "medusa_lm_head.pt"
 SUPPORTED = "EAGLE, EAGLE-2, EAGLE-3, MTP and Medusa heads"
 
@@ -52,10 +54,18 @@ class HeadSource(NamedTuple):
     """By the name in the file; 8-bit weights are dequantised when loaded."""
 
 
+def head_path(source: str | Path) -> Path:
+    """Where a head is said to be: a path, or the name of one of `PRETRAINED`. A path that exists
+    goes before a name."""
+    path = Path(source).expanduser()
+    shipped = PRETRAINED / path
+    return shipped if len(path.parts) == 1 and not path.exists() and shipped.is_dir() else path
+
+
 def open_source(source: str | Path) -> HeadSource:
     """The head in a folder or file, of whose tensors the headers are read. JspecError when there
     is none, it is of a kind that we cannot run, or a file is damaged."""
-    path = Path(source).expanduser()
+    path = head_path(source)
     settings = read_json_or_empty(settings_file(path))
     files = tensor_files(path)
     names = layout_of(files)

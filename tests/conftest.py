@@ -23,6 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_a_file():
+    """A file's programs go with it: each is tens of memory maps, of which Linux gives a process
+    65,530, and XLA dies by a segmentation fault without one."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def default_model():
     """The default model in float32, through the same cache and sources as a user's."""

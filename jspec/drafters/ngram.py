@@ -39,7 +39,9 @@ class NgramDrafter:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
-            raise JspecError(f"need 1 <= {self.min_match=} <= {self.max_match=}")
+            raise JspecError(
+                f"ngram: min_match={self.min_match}: must be from 1 to {self.max_match}"
+            )
         if self.growth < 0:
             raise JspecError(f"{self.growth=} must not be negative")
 

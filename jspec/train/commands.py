@@ -65,6 +65,9 @@ HiddenLoss = Annotated[
 ]
 LogitLoss = Annotated[float, typer.Option(help="Weight of saying what the target says.")]
 Norms = Annotated[bool, typer.Option(help="Of mtp; without them it is EAGLE's first architecture.")]
+PromptsToo = Annotated[
+    bool, typer.Option("--prompts-too", help="Learn from prompts as well as from answers.")
+]
 EvalPrompts = Annotated[
     Path | None, typer.Option(help="Questions to evaluate on with the engine as well.")
 ]
@@ -152,7 +155,9 @@ def states(
 
 @app.command()
 def head(
-    states: Annotated[Path, typer.Option(help="Folder of jspec train states.")],
+    states: Annotated[
+        list[Path], typer.Option(help="Folder of jspec train states; repeat for several.")
+    ],
     out: Out,
     family: Annotated[HeadFamily, typer.Option(help="What kind of head.")] = HeadFamily.mtp,
     steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 1000,
@@ -165,6 +170,7 @@ def head(
     hidden_loss: HiddenLoss = 0.1,
     logit_loss: LogitLoss = 1.0,
     norms: Norms = True,
+    prompts_too: PromptsToo = False,
     seed: Annotated[int, typer.Option(help="Same seed, same head.")] = 0,
     dtype: Annotated[ComputeType, typer.Option(help="Of activations.")] = ComputeType.bfloat16,
     model: Model = None,
@@ -191,6 +197,7 @@ def head(
         hidden_loss=hidden_loss,
         logit_loss=logit_loss,
         norms=norms,
+        prompts_too=prompts_too,
         seed=seed,
         dtype=dtype.value,
     )
@@ -205,7 +212,7 @@ def head(
 
 
 def _train(
-    states: Path,
+    states: Sequence[Path],
     out: Path,
     settings: Settings,
     watching: Watching,
@@ -221,8 +228,8 @@ def _train(
         from jspec.train.states import state_shards
         from jspec.train.trainer import train
 
-        source = state_shards(states).settings()
-        name = model or _model_of(states, source)
+        source = state_shards(states[0]).settings()
+        name = model or _model_of(states[0], source)
         target, tokenizer = _load_target(name, source.get("computed_in", "bfloat16"), bars)
         watching = dataclasses.replace(
             watching,

@@ -14,7 +14,7 @@ import grain
 import numpy as np
 
 from jspec.errors import JspecError
-from jspec.train.states import StateShard, read_states, state_shards
+from jspec.train.states import StateShard, read_states
 
 _READ = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 _HELD_OUT_EVERY = 50
@@ -45,16 +45,13 @@ class Corpus(NamedTuple):
     """About one example in fifty, for measuring; never learned from."""
 
 
-def open_corpus(
-    folder: Path, numbers: Sequence[int], taps: tuple[int, ...], sequence_length: int
-) -> Corpus:
-    """The examples of the shards `numbers`, cut where they are longer than a row.
+def open_corpus(files: Sequence[Path], taps: tuple[int, ...], sequence_length: int) -> Corpus:
+    """The examples of shards of states, cut where they are longer than a row.
 
     Raises JspecError naming a shard that is missing, damaged or without one of `taps`, and where
     there is too little to learn from.
     """
-    files = state_shards(folder)
-    shards = tuple(_with_taps(files.path(number), taps) for number in numbers)
+    shards = tuple(_with_taps(file, taps) for file in files)
     examples = [
         (index, int(first), int(end), int(prompt))
         for index, shard in enumerate(shards)
@@ -65,7 +62,8 @@ def open_corpus(
     for number, example in enumerate(examples):
         (learned if number % every else held_out).extend(cut(*example, sequence_length))
     if not learned or not held_out:
-        raise JspecError(f"{folder}: {len(examples)} examples are too few to learn from")
+        folders = ", ".join(str(folder) for folder in dict.fromkeys(f.parent for f in files))
+        raise JspecError(f"{folders}: {len(examples)} examples are too few to learn from")
     return Corpus(shards, taps, tuple(learned), tuple(held_out))
 
 
@@ -88,10 +86,11 @@ def cut(shard: int, first: int, end: int, prompt: int, sequence_length: int) -> 
     return pieces
 
 
-def wanted(piece: Piece) -> np.ndarray:
-    """`[length]` bool: the token two places on is in the piece and in the answer."""
+def wanted(piece: Piece, prompts_too: bool = False) -> np.ndarray:
+    """`[length]` bool: the token two places on is in the piece and (or not) in the answer."""
     index = np.arange(piece.length)
-    return (index + 2 < piece.length) & (piece.slot + index + 2 >= piece.prompt)
+    first = 0 if prompts_too else piece.prompt
+    return (index + 2 < piece.length) & (piece.slot + index + 2 >= first)
 
 
 def pack(lengths: Sequence[int], sequence_length: int, order: Sequence[int]) -> list[list[int]]:
@@ -112,8 +111,17 @@ def pack(lengths: Sequence[int], sequence_length: int, order: Sequence[int]) -> 
 class Rows:
     """Packed rows, made as they are asked for: a source for grain."""
 
-    def __init__(self, corpus: Corpus, pieces: Sequence[Piece], order: Sequence[int], S: int):
+    def __init__(
+        self,
+        corpus: Corpus,
+        pieces: Sequence[Piece],
+        order: Sequence[int],
+        S: int,
+        *,
+        prompts_too: bool = False,
+    ):
         self._corpus, self._pieces, self._length = corpus, pieces, S
+        self._prompts_too = prompts_too
         self._rows = pack([piece.length for piece in pieces], S, order)
 
     def __len__(self) -> int:
@@ -130,7 +138,7 @@ class Rows:
             row["tokens"][place] = shard.tokens[source]
             row["segments"][place] = number
             row["positions"][place] = piece.slot + np.arange(piece.length)
-            row["wanted"][place] = wanted(piece)
+            row["wanted"][place] = wanted(piece, self._prompts_too)
             row["best"][place] = shard.best[source]
             for tap, values in row["hidden"].items():
                 values[place] = shard.hidden[tap][source]
@@ -152,15 +160,16 @@ class Rows:
 
 
 def training_batches(
-    corpus: Corpus, *, sequence_length: int, rows: int, seed: int
+    corpus: Corpus, *, sequence_length: int, rows: int, seed: int, prompts_too: bool = False
 ) -> grain.MapDataset:
     """Batch i is what step i learns from: `[rows, S]` arrays, for ever. Examples are packed once,
     long ones first and those of one length in an order drawn from `seed`; each pass over them
-    takes the rows in another order."""
+    takes the rows in another order. `prompts_too`: they are learned from as answers are."""
     order = np.random.default_rng(seed).permutation(len(corpus.learned)).tolist()
     order.sort(key=lambda item: -corpus.learned[item].length)
-    source = Rows(corpus, corpus.learned, order, sequence_length)
-    return grain.MapDataset.source(source).seed(seed).shuffle().repeat().batch(rows)
+    source = Rows(corpus, corpus.learned, order, sequence_length, prompts_too=prompts_too)
+    endless = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+    return endless.batch(rows, drop_remainder=True)  # else its length is rounded beyond what fits
 
 
 def from_step(batches: grain.MapDataset, step: int) -> Any:

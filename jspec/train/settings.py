@@ -32,6 +32,8 @@ class Settings:
     logit_loss: float = 1.0
     norms: bool = True
     """Of mtp; without them it is EAGLE's first architecture."""
+    prompts_too: bool = False
+    """Learn from prompts as well as from answers: more text, though not the target's own."""
     seed: int = 0
     dtype: str = "bfloat16"
     """Of activations and products; what is trained is float32."""

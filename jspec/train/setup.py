@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,15 +56,21 @@ class Run(NamedTuple):
 
 
 def begin(
-    target: TargetOfText, states: Path, folder: Path, settings: Settings, watching: Watching
+    target: TargetOfText,
+    states: Sequence[Path],
+    folder: Path,
+    settings: Settings,
+    watching: Watching,
 ) -> tuple[Run, TrainState]:
     """A run in `folder`, which notes the settings, and the state before its first step.
 
-    A folder that was begun before keeps the shards that it began with. Raises JspecError for
-    settings that do not fit one another, the states, the target, the devices or the folder.
+    A folder that was begun before keeps the shards that it began with, of all folders of
+    `states`. Raises JspecError for settings that do not fit one another, the states, the target,
+    the devices or the folder.
     """
-    source = state_shards(states).settings()
-    _check_target(states, source, target)
+    sources = [state_shards(one).settings() for one in states]
+    for one, source in zip(states, sources, strict=True):
+        _check_target(one, source, target)
     config = head_config(
         settings.family,
         target.config,
@@ -71,12 +78,20 @@ def begin(
         norms=settings.norms,
         num_heads=settings.unroll,
     )
-    taps = _taps(states, source, config, target)
+    taps = _taps(config, target)
+    for one, source in zip(states, sources, strict=True):
+        _check_taps(one, source, taps)
     mesh = _mesh(settings, watching.data_parallel)
     numbers = _numbers(states, folder)
-    corpus = data.open_corpus(states, numbers, taps, settings.sequence_length)
+    files = [
+        state_shards(one).path(number)
+        for one, mine in zip(states, numbers, strict=True)
+        for number in mine
+    ]
+    corpus = data.open_corpus(files, taps, settings.sequence_length)
+    digests = [digest_of(source) for source in sources]
     Shards(folder, "safetensors").open(
-        {**dataclasses.asdict(settings), "states": digest_of(source), "shards": numbers}
+        {**dataclasses.asdict(settings), "states": digests, "shards": numbers}
     )
     counts = data.answer_counts(corpus.shards, target.config.vocab_size)
     token_ids = draft_vocabulary(counts, settings.draft_vocab_size, target.config.eos_token_ids)
@@ -111,19 +126,20 @@ def _check_target(states: Path, source: dict[str, Any], target: TargetOfText) ->
         )
 
 
-def _taps(
-    states: Path, source: dict[str, Any], config: Config, target: TargetOfText
-) -> tuple[int, ...]:
+def _taps(config: Config, target: TargetOfText) -> tuple[int, ...]:
     """What is read: the features and the final hidden state, ascending."""
     features = config.taps if isinstance(config, HeadConfig) else (-1,)
-    taps = sorted({tap % (target.config.num_hidden_layers + 1) for tap in (*features, -1)})
+    entries = target.config.num_hidden_layers + 1
+    return tuple(sorted({tap % entries for tap in (*features, -1)}))
+
+
+def _check_taps(states: Path, source: dict[str, Any], taps: tuple[int, ...]) -> None:
     missing = [tap for tap in taps if tap not in source["taps"]]
     if missing:
         raise JspecError(
             f"{states}: has no states of tap {missing[0]}, which this family reads; make them "
             "with --taps eagle3"
         )
-    return tuple(taps)
 
 
 def _mesh(settings: Settings, devices: int) -> Mesh | None:
@@ -137,11 +153,18 @@ def _mesh(settings: Settings, devices: int) -> Mesh | None:
     return Mesh(np.array(there[:devices]), ("data",), axis_types=(AxisType.Auto,))
 
 
-def _numbers(states: Path, folder: Path) -> list[int]:
-    """The shards to learn from."""
+def _numbers(states: Sequence[Path], folder: Path) -> list[list[int]]:
+    """The shards to learn from, of each folder."""
     if (folder / "settings.json").exists():
-        return Shards(folder, "safetensors").settings().get("shards", [])
-    numbers = state_shards(states).numbers()
-    if not numbers:
-        raise JspecError(f"{states}: no states in it yet; run jspec train states")
+        begun = Shards(folder, "safetensors").settings().get("shards", [])
+        if len(begun) == len(states):
+            return begun
+        raise JspecError(
+            f"{folder}: was begun with {len(begun)} folders of states, not {len(states)}; give "
+            "those, or another folder"
+        )
+    numbers = [state_shards(one).numbers() for one in states]
+    for one, mine in zip(states, numbers, strict=True):
+        if not mine:
+            raise JspecError(f"{one}: no states in it yet; run jspec train states")
     return numbers

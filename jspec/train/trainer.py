@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from jspec.train.step import Sums, TrainState, measure_step, train_step
 
 def train(
     target: TargetOfText,
-    states: Path,
+    states: Sequence[Path],
     folder: Path,
     settings: Settings,
     watching: Watching | None = None,
@@ -60,7 +61,9 @@ def _steps(
     """The state after all of `steps`. Sums stay on the device for `log_every` steps."""
     settings, watching = run.settings, run.watching
     shape = {"sequence_length": settings.sequence_length, "rows": settings.rows}
-    batches = data.training_batches(run.corpus, seed=settings.seed, **shape)
+    batches = data.training_batches(
+        run.corpus, seed=settings.seed, prompts_too=settings.prompts_too, **shape
+    )
     held_out = data.held_out_batches(run.corpus, **shape)
     sums, clock = None, time.perf_counter()
     for done, rows in zip(steps, data.from_step(batches, steps.start), strict=False):

@@ -10,6 +10,9 @@ the longest row needs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -25,6 +28,9 @@ from pallas_kernels.paged_attention.contract import (
 KEY_TILE = 256
 """Slots a tile. On a CPU 128 to 512 measure alike; shorter pays overhead, longer pays masking."""
 
+_Sums = tuple[Array, Array, Array]
+"""Over the tiles so far: the greatest score, the total weight, the weighted values."""
+
 _MASKED = -1e30  # finite, so that a row with nothing to read gives a number, not NaN
 
 
@@ -34,9 +40,8 @@ def attend(a: Arguments) -> Array:
     B, T, N, H = a.queries.shape
     Nkv = a.k_pages.shape[2]
     grouped = a.queries.reshape(B, T, Nkv, N // Nkv, H)
-    first, last = _tile_range(a)
 
-    def add_tile(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_tile(visible_in: Callable[[Arguments, Array], Array], i: Array, carry: _Sums) -> _Sums:
         top, total, acc = carry
         keys, values = (
             _tile(a, p, b, i) for p, b in ((a.k_pages, a.k_block), (a.v_pages, a.v_block))
@@ -45,7 +50,7 @@ def attend(a: Arguments) -> Array:
         scores = scores * (a.scale * a.k_scale)
         if a.softcap is not None:
             scores = jnp.tanh(scores / a.softcap) * a.softcap
-        visible = _visible(a, i)[:, None, :, None, :]
+        visible = visible_in(a, i)[:, None, :, None, :]
         scores = jnp.where(visible, scores, _MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -65,24 +70,42 @@ def attend(a: Arguments) -> Array:
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, H), jnp.float32),
     )
-    top, total, acc = jax.lax.fori_loop(first, last, add_tile, start)
+    first, mixed, last = _tile_range(a)
+    carry = jax.lax.fori_loop(first, mixed, functools.partial(add_tile, _prefix_visible), start)
+    top, total, acc = jax.lax.fori_loop(mixed, last, functools.partial(add_tile, _visible), carry)
     saw_any = top > _MASKED
     norm = jnp.where(saw_any, a.v_scale / jnp.where(saw_any, total, 1.0), 0.0)
     out = acc * norm[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(a.queries.dtype)
 
 
-def _tile_range(a: Arguments) -> tuple[Array, Array]:
-    """The tiles that any row sees: from first to before last."""
+def _tile_range(a: Arguments) -> tuple[Array, Array, Array]:
+    """The tiles that any row sees, from the first to before the last; those before the number
+    between lie in every row's prefix."""
     last = (jnp.max(a.lengths) + block_end(a) - 1) // KEY_TILE + 1
+    first = jnp.int32(0)
+    if a.window is not None:
+        first = jnp.maximum(jnp.min(oldest_slots(a)), 0) // KEY_TILE
+    return first, jnp.maximum(jnp.min(a.lengths) // KEY_TILE, first), last
+
+
+def _slots(index: Array) -> Array:
+    """`[KEY_TILE]` int32: the slots of a tile."""
+    return index * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)
+
+
+def _prefix_visible(a: Arguments, index: Array) -> Array:
+    """`[B, T or 1, KEY_TILE]` bool: which slots of a tile in every row's prefix each query sees.
+    No mask is looked at: a tree sees what a chain does."""
+    inside = jnp.repeat(pages_inside(a)[:, _columns(a, index)], a.k_pages.shape[1], axis=1)
     if a.window is None:
-        return jnp.int32(0), last
-    return jnp.maximum(jnp.min(oldest_slots(a)), 0) // KEY_TILE, last
+        return inside[:, None]
+    return inside[:, None] & (_slots(index) >= oldest_slots(a)[..., None])
 
 
 def _visible(a: Arguments, index: Array) -> Array:
-    """`[B, T, KEY_TILE]` bool: which slots of a tile each query sees."""
-    slots = index * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)
+    """`[B, T, KEY_TILE]` bool: which slots of a tile, prefix or block, each query sees."""
+    slots = _slots(index)
     token = slots - a.lengths[:, None]
     inside = jnp.repeat(pages_inside(a)[:, _columns(a, index)], a.k_pages.shape[1], axis=1)
     exists = inside | (token >= 0)
@@ -94,8 +117,8 @@ def _visible(a: Arguments, index: Array) -> Array:
     W = a.k_block.shape[1]
     allowed = jnp.broadcast_to(block_visible(a), (*a.queries.shape[:2], W))
     in_block = jnp.take_along_axis(allowed, jnp.clip(token, 0, W - 1)[:, None], axis=2)
-    in_pages = slots >= oldest_slots(a)[..., None]
-    visible = jnp.where(token[:, None] < 0, in_pages, in_block & (token < W)[:, None])
+    in_prefix = slots >= oldest_slots(a)[..., None]
+    visible = jnp.where(token[:, None] < 0, in_prefix, in_block & (token < W)[:, None])
     return visible & exists[:, None]
 
 

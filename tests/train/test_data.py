@@ -8,7 +8,7 @@ import pytest
 from jspec.errors import JspecError
 from jspec.train import data
 from jspec.train.data import Corpus, Piece, Rows, cut, pack, wanted
-from jspec.train.states import StateShard
+from jspec.train.states import StateShard, state_shards
 
 
 def shard(*examples: tuple[int, int]) -> StateShard:
@@ -29,6 +29,12 @@ def test_the_entry_counts_whose_prediction_is_in_the_answer():
     assert wanted(Piece(0, 0, 5, 0, prompt=2)).tolist() == [True, True, True, False, False]
     assert wanted(Piece(0, 0, 5, 0, prompt=4)).tolist() == [False, False, True, False, False]
     assert wanted(Piece(0, 9, 3, 9, prompt=4)).tolist() == [True, False, False]
+    assert wanted(Piece(0, 0, 4, 0, prompt=4), prompts_too=True).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_long_examples_are_cut_and_bare_prompts_dropped():
@@ -56,9 +62,13 @@ def test_a_row_has_its_examples_whole_and_apart():
     assert row["hidden"][2][:, 1].tolist() == [-3, -4, -5, -6, 0, -1, -2, 0, 0]
 
 
+def shards_of(folder, *numbers):
+    return [state_shards(folder).path(number) for number in numbers]
+
+
 @pytest.fixture(scope="module")
 def corpus(states):
-    return data.open_corpus(states, [0, 1, 2], (2,), 64)
+    return data.open_corpus(shards_of(states, 0, 1, 2), (2,), 64)
 
 
 def batches(corpus, seed):
@@ -70,6 +80,8 @@ def test_a_batch_is_a_function_of_seed_and_step(corpus):
     for step in (0, 3, 50):
         np.testing.assert_array_equal(one[step]["tokens"], again[step]["tokens"])
     assert any((one[i]["tokens"] != other[i]["tokens"]).any() for i in range(3))
+    alone = data.training_batches(corpus, sequence_length=64, rows=1, seed=0)
+    np.testing.assert_array_equal(next(data.from_step(alone, 2))["tokens"], one[1]["tokens"][:1])
     late = data.from_step(again, 3)
     for step in (3, 4, 5):
         np.testing.assert_array_equal(next(late)["tokens"], one[step]["tokens"])
@@ -106,6 +118,6 @@ def test_answers_are_counted_without_prompts():
 
 def test_what_is_missing_is_named(states, tmp_path):
     with pytest.raises(JspecError, match=r"00009\.safetensors: no such file"):
-        data.open_corpus(states, [9], (2,), 64)
+        data.open_corpus(shards_of(states, 9), (2,), 64)
     with pytest.raises(JspecError, match=r"00000\.safetensors: lacks .* tap 7"):
-        data.open_corpus(states, [0], (2, 7), 64)
+        data.open_corpus(shards_of(states, 0), (2, 7), 64)

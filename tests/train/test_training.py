@@ -31,7 +31,7 @@ OFTEN = Watching(log_every=4, eval_every=6, checkpoint_every=5)
 def run(states, folder, watching=OFTEN, **changes):
     stop_after = changes.pop("stop_after", None)
     settings = dataclasses.replace(QUICK, **changes)
-    train(TARGET, states, folder, settings, watching, stop_after=stop_after)
+    train(TARGET, [states], folder, settings, watching, stop_after=stop_after)
     return folder
 
 
@@ -49,6 +49,22 @@ def test_the_same_settings_give_the_same_bytes(states, unbroken, tmp_path):
     again = run(states, tmp_path / "again")
     assert saved(again) == saved(unbroken)
     assert saved(run(states, tmp_path / "other", seed=1)) != saved(unbroken)
+
+
+def test_states_of_several_folders(states, unbroken, tmp_path):
+    """As one folder with all of their shards; a run keeps to the folders it began with."""
+    settings = json.loads((states / "settings.json").read_text())
+    halves = [tmp_path / "a", tmp_path / "b"]
+    for folder in halves:
+        folder.mkdir()
+        (folder / "settings.json").write_text(json.dumps(settings))
+    files = sorted(states.glob("*.safetensors"))
+    for i, file in enumerate(files):
+        shutil.copy(file, halves[int(i >= len(files) // 2)])
+    train(TARGET, halves, tmp_path / "run", QUICK, OFTEN)
+    assert saved(tmp_path / "run") == saved(unbroken)
+    with pytest.raises(JspecError, match="run: was begun with 2 folders of states, not 1; give"):
+        train(TARGET, [states], tmp_path / "run", QUICK, OFTEN)
 
 
 @pytest.mark.parametrize("stop", [7, 11])
@@ -91,7 +107,7 @@ def test_what_a_folder_holds(unbroken):
     ]
     assert (unbroken / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(lines[0]["agreement"]) == QUICK.unroll
-    assert json.loads((unbroken / "settings.json").read_text())["shards"] == [0, 1, 2]
+    assert json.loads((unbroken / "settings.json").read_text())["shards"] == [[0, 1, 2]]
     assert {"00010.safetensors", "00012.safetensors"} <= saved(unbroken).keys()
 
 
@@ -117,7 +133,7 @@ def test_new_states_are_left_to_new_trainings(tmp_path):
     run(folder, tmp_path / "run", stop_after=5)
     write_states(TARGET, text, folder, taps=(0, 1, 2), progress=silent)
     run(folder, tmp_path / "run", stop_after=7)
-    assert json.loads((tmp_path / "run" / "settings.json").read_text())["shards"] == [0, 1, 2]
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["shards"] == [[0, 1, 2]]
 
 
 def learn(states, root, family, norms):
@@ -237,7 +253,7 @@ def test_what_does_not_fit_is_said(tmp_path, target, changes, devices, message):
     folder = make_states(tmp_path, num_shards=1, taps=(2,))
     settings = dataclasses.replace(QUICK, **changes)
     with pytest.raises(JspecError, match=message):
-        train(target, folder, tmp_path / "run", settings, Watching(data_parallel=devices))
+        train(target, [folder], tmp_path / "run", settings, Watching(data_parallel=devices))
     assert not (tmp_path / "run").exists()
 
 
