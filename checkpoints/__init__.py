@@ -3,7 +3,7 @@
 from checkpoints.detokenizer import Detokenizer
 from checkpoints.heads import LoadedHead, is_head, load_head
 from checkpoints.heads_save import save_head
-from checkpoints.sources import DEFAULT_MODEL
+from checkpoints.sources import DEFAULT_MODEL, is_default
 from checkpoints.store import Checkpoint, convert, load
 from checkpoints.tokenizer import Tokenizer
 
@@ -14,6 +14,7 @@ __all__ = [
     "LoadedHead",
     "Tokenizer",
     "convert",
+    "is_default",
     "is_head",
     "load",
     "load_head",

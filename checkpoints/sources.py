@@ -41,13 +41,18 @@ def locate(model: str | Path, cache_dir: Path, report: Report) -> Located:
     if str(model) and path.exists():  # Path("") is the current folder
         return _local(path)
     name = str(model)
-    if name in (DEFAULT_MODEL, DEFAULT_REPO):
+    if is_default(name):
         return _packaged(cache_dir, report)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return _from_hub(name)
     if isinstance(model, Path) or "/" in name or name.endswith(".gguf"):
         raise JspecError(f"{name}: no such file or folder")
     raise JspecError(f"unknown model {name!r}: give {ACCEPTED}")
+
+
+def is_default(model: str | Path) -> bool:
+    """Whether a name stands for the default model, whose draft heads come with this package."""
+    return str(model) in (DEFAULT_MODEL, DEFAULT_REPO)
 
 
 def open_source(located: Located) -> Source:

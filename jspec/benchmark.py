@@ -280,10 +280,18 @@ def load_engines(settings: Settings, progress: Progress) -> dict[str, Any]:
     plain = LLM(settings.model, drafter=PLAIN, **options)
     shared = {"model": plain.model, "params": plain.params[0], "tokenizer": plain.tokenizer}
     names = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
-    drafting = {"num_speculative_tokens": K, "tree": tree}
-    engines = {name: LLM(**shared, drafter=name, **drafting, **options) for name in names}
+    engines = {PLAIN: plain}
+    for name in names:
+        drafter, drafting = loading.suited(name, loading.Drafting(K, tree), settings.model)
+        engines[name] = LLM(
+            **shared,
+            drafter=drafter,
+            num_speculative_tokens=drafting.num_speculative_tokens,
+            tree=drafting.tree,
+            **options,
+        )
     progress("starting", 1, 1)
-    return {PLAIN: plain, **engines}
+    return engines
 
 
 def run(

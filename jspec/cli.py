@@ -107,8 +107,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: Model = DEFAULT_MODEL,
     drafter: Annotated[
-        str, typer.Option(help="ngram, none, a trained head or a second model.")
-    ] = "ngram",
+        str, typer.Option(help="ngram, none, a trained head, a second model; auto: what suits.")
+    ] = "auto",
     num_speculative_tokens: NumSpeculativeTokens = None,
     tree_nodes: TreeNodes = None,
     tree_width: TreeWidth = 4,

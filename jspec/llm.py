@@ -54,9 +54,11 @@ class LLM:
         `jspec.Model` together with `params`.
       params: parameters of a `jspec.Model`.
       tokenizer: anything with `encode(text)` and `decode(ids)`; None: the checkpoint's own.
-      drafter: "ngram", "none", a trained head's folder or file (EAGLE, EAGLE-3, MTP, Medusa), any
-        model source (a draft model with the same vocabulary), several of these joined by commas
-        in order of preference, or a `Drafter` together with `drafter_params`.
+      drafter: "ngram", "none", a trained head's folder or file (EAGLE, EAGLE-3, MTP, Medusa), the
+        name of one that comes with jspec, any model source (a draft model with the same
+        vocabulary), several of these joined by commas in order of preference, or a `Drafter`
+        together with `drafter_params`. "auto": what does best for the packaged model, "ngram"
+        for others.
       num_speculative_tokens: K, tokens drafted a round, a tree's depth; None: what suits the
         drafter.
       tree: a `DynamicTree` or `StaticTree` for a head to draft, instead of a chain.
@@ -82,7 +84,7 @@ class LLM:
         *,
         params: Any = None,
         tokenizer: Any = None,
-        drafter: str | Path | Drafter = "ngram",
+        drafter: str | Path | Drafter = "auto",
         drafter_params: Any = (),
         num_speculative_tokens: int | None = None,
         tree: TreeShape | None = None,
@@ -104,8 +106,11 @@ class LLM:
         mesh = None if mesh is None else _auto_mesh(mesh)
         options = loading.Options(dtype=dtype, mesh=mesh, progress=progress, report=report)
         target = loading.load_target(model, params, options)
+        drafter, drafting = loading.suited(
+            drafter, loading.Drafting(num_speculative_tokens, tree), model
+        )
         self.drafter, drafter_params = loading.load_drafter(
-            drafter, drafter_params, target, loading.Drafting(num_speculative_tokens, tree), options
+            drafter, drafter_params, target, drafting, options
         )
         self.model = target.model
         self.params = (target.params, drafter_params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,12 +97,33 @@ class Drafting:
             return self.tree.depth
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
 
+    def nodes_or(self, default: int) -> int:
+        """P, if nothing was given, `default`: how long a chain may be that costs no more."""
+        return default if self.tree is None else self.tree.num_nodes
+
 
 def dynamic_tree(depth: int | None, width: int, num_nodes: int | None) -> DynamicTree | None:
     """The tree that command lines ask for; None: they ask for chains."""
     if num_nodes is None:
         return None
     return DynamicTree(depth or HeadDrafter.num_speculative_tokens, width, num_nodes)
+
+
+_BEST_DRAFTER = "ngram:2,smollm2-135m-instruct-mtp"
+_BEST_DRAFTING = Drafting(tree=DynamicTree(depth=3, width=3, num_nodes=6))
+"""What did best for the default model (bench/README.md)."""
+
+
+def suited[Named](drafter: Named, drafting: Drafting, model: Any) -> tuple[Named | str, Drafting]:
+    """What "auto" means for the model that `model` names, unless it says how much to draft; any
+    other drafter as it is."""
+    if str(drafter) != "auto":
+        return drafter, drafting
+    import checkpoints
+
+    if not isinstance(model, (str, Path)) or not checkpoints.is_default(model):
+        return "ngram", drafting
+    return _BEST_DRAFTER, _BEST_DRAFTING if drafting == Drafting() else drafting
 
 
 def load_drafter(
@@ -129,8 +151,9 @@ def _load_one(
 
     if str(source) == "none":
         return NoDrafter(), ()
-    if str(source) == "ngram":
-        return NgramDrafter(drafting.tokens_or(NgramDrafter.num_speculative_tokens)), ()
+    if match := re.fullmatch(r"ngram(?::(\d+))?", str(source)):
+        K = drafting.nodes_or(drafting.tokens_or(NgramDrafter.num_speculative_tokens))
+        return NgramDrafter(K, int(match[1] or NgramDrafter.min_match)), ()
     if checkpoints.is_head(source):
         return _load_head(source, target, drafting, options)
     try:

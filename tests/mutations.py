@@ -200,6 +200,13 @@ MUTATIONS = (
         "tests/test_decode.py -k uncached_reference",
     ),
     Mutation(
+        "attention: what only the longest row has in pages counts as everybody's",
+        "pallas_kernels/paged_attention/reference.py",
+        "jnp.maximum(jnp.min(a.lengths) // KEY_TILE, first)",
+        "jnp.maximum(jnp.max(a.lengths) // KEY_TILE, first)",
+        "tests/test_paged_attention.py -k xla",
+    ),
+    Mutation(
         "attention kernel: the first token in flight is not put behind the pages",
         "pallas_kernels/paged_attention/fetch_sm90.py",
         "in_block = (slots >= place.length) & (slots < place.end)",

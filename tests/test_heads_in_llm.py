@@ -64,7 +64,8 @@ def test_the_text_is_that_of_plain_decoding(case, folders, plain):
 
 
 def test_several_in_order_of_preference(folders, plain):
-    engine = llm(f"ngram,{folders / 'mtp'}", num_speculative_tokens=4)
+    engine = llm(f"ngram:2,{folders / 'mtp'}", num_speculative_tokens=4)
+    assert engine.drafter.drafters[0].min_match == 2
     found, metrics = texts(engine)
     assert found == plain
     assert engine.drafter.name == "ngram,mtp"
