@@ -147,7 +147,7 @@ def prompts(tmp_path) -> Path:
     return path
 
 
-FIGURES = "12 tokens, 24.0 tokens/s, ngram: 60% accepted, mean length 2.00\n"
+FIGURES = "12 tokens, 24.0 tokens/s, auto: 60% accepted, mean length 2.00\n"
 
 
 def test_generate_separates_text_and_figures(run):
