@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_a_file():
     """A file's programs go with it: each is tens of memory maps, of which Linux gives a process
-    65,530, and XLA dies by a segmentation fault without one."""
+    65,530, and a worker that kept the programs of all files died in XLA's compiler."""
     yield
     jax.clear_caches()
 

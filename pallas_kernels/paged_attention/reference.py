@@ -94,10 +94,15 @@ def _slots(index: Array) -> Array:
     return index * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)
 
 
+def _inside(a: Arguments, index: Array) -> Array:
+    """`[B, KEY_TILE]` bool: which slots of a tile the block table puts into the pool."""
+    return jnp.repeat(pages_inside(a)[:, _columns(a, index)], a.k_pages.shape[1], axis=1)
+
+
 def _prefix_visible(a: Arguments, index: Array) -> Array:
     """`[B, T or 1, KEY_TILE]` bool: which slots of a tile in every row's prefix each query sees.
     No mask is looked at: a tree sees what a chain does."""
-    inside = jnp.repeat(pages_inside(a)[:, _columns(a, index)], a.k_pages.shape[1], axis=1)
+    inside = _inside(a, index)
     if a.window is None:
         return inside[:, None]
     return inside[:, None] & (_slots(index) >= oldest_slots(a)[..., None])
@@ -107,8 +112,7 @@ def _visible(a: Arguments, index: Array) -> Array:
     """`[B, T, KEY_TILE]` bool: which slots of a tile, prefix or block, each query sees."""
     slots = _slots(index)
     token = slots - a.lengths[:, None]
-    inside = jnp.repeat(pages_inside(a)[:, _columns(a, index)], a.k_pages.shape[1], axis=1)
-    exists = inside | (token >= 0)
+    exists = _inside(a, index) | (token >= 0)
     if a.mask is None and a.depths is None:
         query = (a.in_flight + jnp.arange(a.queries.shape[1], dtype=jnp.int32))[:, None]
         age = query - token[:, None]

@@ -49,6 +49,7 @@ def test_the_same_settings_give_the_same_bytes(states, unbroken, tmp_path):
     again = run(states, tmp_path / "again")
     assert saved(again) == saved(unbroken)
     assert saved(run(states, tmp_path / "other", seed=1)) != saved(unbroken)
+    assert saved(run(states, tmp_path / "more", prompts_too=True)) != saved(unbroken)
 
 
 def test_states_of_several_folders(states, unbroken, tmp_path):
