@@ -92,6 +92,7 @@ def test_the_default_model_drafts_with_a_head_and_others_with_ngrams(default_mod
     drafter = jspec.LLM(DEFAULT_MODEL, dtype="float32").drafter
     assert drafter.name == f"ngram,{DEFAULT_MODEL}-mtp"
     assert drafter.num_draft_nodes > drafter.drafters[1].num_speculative_tokens  # a tree
+    assert drafter.drafters[0].num_speculative_tokens == drafter.num_draft_nodes  # room is used
     chain = jspec.LLM(DEFAULT_MODEL, dtype="float32", num_speculative_tokens=2).drafter
     assert chain.num_draft_nodes == 2
 
