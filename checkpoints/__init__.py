@@ -3,8 +3,9 @@
 from checkpoints.detokenizer import Detokenizer
 from checkpoints.heads import LoadedHead, is_head, load_head
 from checkpoints.heads_save import save_head
+from checkpoints.hf_save import save_model
 from checkpoints.sources import DEFAULT_MODEL, is_default
-from checkpoints.store import Checkpoint, convert, load
+from checkpoints.store import Checkpoint, convert, load, load_weights
 from checkpoints.tokenizer import Tokenizer
 
 __all__ = [
@@ -18,5 +19,7 @@ __all__ = [
     "is_head",
     "load",
     "load_head",
+    "load_weights",
     "save_head",
+    "save_model",
 ]

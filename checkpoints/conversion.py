@@ -42,12 +42,14 @@ def write_checkpoint(
         path: as_leaf(tensor, spec, as_dtype(dtype) if dtype else tensor.dtype)
         for path, spec, tensor in _matched(source, dict(leaf_paths(specs)))
     }
-    tokenizer = source.tokenizer()  # before the weights: it may be what is wrong
+    # Before the weights: it may be what is wrong.
+    tokenizer = None if source.tokenizer is None else source.tokenizer()
     counter = _Counter(sum(leaf.nbytes for leaf in leaves.values()), progress)
     try:
         with temporary_sibling(dest) as folder:
             arrays.write_params(folder / PARAMS_FOLDER, specs, leaves, counter.add)
-            tokenizer.save(folder)
+            if tokenizer is not None:
+                tokenizer.save(folder)
             # Last: a folder without it does not load.
             write_json(folder / CONFIG_FILE, config_to_json(source.config))
             publish(folder, dest)

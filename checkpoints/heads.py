@@ -1,4 +1,4 @@
-"""Draft heads from files of others and of ours: EAGLE-1/2, EAGLE-3, MTP, Medusa.
+"""Draft heads from files of others and of ours: EAGLE-1/2, EAGLE-3, MTP, Medusa, exits.
 
 What a file lacks and a head shares with its target (embedding, output head) is the target's own
 array. Knows nothing of how heads compute (see `jspec.heads`).
@@ -24,24 +24,17 @@ from checkpoints.files import read_json_or_empty
 from checkpoints.heads_config import OURS, ZERO_CENTRED, config_of, layer_settings
 from checkpoints.heads_source import (
     HeadSource,
-    head_path,
     open_source,
     settings_file,
     tensor_files,
 )
 from checkpoints.heads_vocabulary import token_ids_of
 from checkpoints.names.heads import JOINED_NORM, VOCABULARY, layout_of
+from checkpoints.sources import shipped_path
 from checkpoints.tensors import FileTensor, as_dtype, refuse_other_dtypes
 from jspec.config import ModelConfig
 from jspec.errors import JspecError
-from jspec.head_params import (
-    HeadConfig,
-    HeadParams,
-    MedusaConfig,
-    MedusaParams,
-    head_specs,
-    medusa_specs,
-)
+from jspec.head_params import AnyConfig, AnyParams, HeadConfig, specs_of
 from jspec.params import LeafSpec, Params, is_spec, leaf_paths
 from jspec.sharding import named_sharding
 
@@ -52,15 +45,15 @@ _ROWS = 4096
 class LoadedHead(NamedTuple):
     """A draft head in memory."""
 
-    config: HeadConfig | MedusaConfig
-    params: HeadParams | MedusaParams
+    config: AnyConfig
+    params: AnyParams
 
 
 def is_head(path: str | Path) -> bool:
     """Whether a folder or file holds a draft head, by its settings or the names of its tensors:
     also one within a whole model, or of a kind that `load_head` refuses. Weights are not read.
     False for what does not exist or is damaged."""
-    path = head_path(path)
+    path = shipped_path(path)
     try:
         settings = read_json_or_empty(settings_file(path)) if path.is_dir() else {}
         return _says_head(settings) or layout_of(tensor_files(path)) is not None
@@ -101,12 +94,10 @@ def load_head(
     if JOINED_NORM in leaves:
         leaves["fc_norms.0"] = leaves.pop(JOINED_NORM)
     building = _Building(head, leaves, target_params, token_ids, target_dtype, mesh)
-    if isinstance(config, MedusaConfig):
-        return LoadedHead(config, _tree(building, medusa_specs(config)))
-    if rope_theta is not None:
+    if rope_theta is not None and isinstance(config, HeadConfig):
         layers = dataclasses.replace(config.layers, rope_theta=rope_theta)
         config = dataclasses.replace(config, layers=layers)
-    return LoadedHead(config, _tree(building, head_specs(config)))
+    return LoadedHead(config, _tree(building, specs_of(config)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +124,7 @@ class _Building:
 def _says_head(settings: Mapping[str, Any]) -> bool:
     keys = (OURS, "speculators_model_type", "medusa_num_heads")
     named = settings.get("architectures") or []
-    words = r"(?i)eagle|medusa|mtp|speculator|draftmodel"
+    words = r"(?i)eagle|medusa|mtp|speculator|draftmodel|jspecexits"
     return any(key in settings for key in keys) or any(re.search(words, str(x)) for x in named)
 
 
@@ -205,7 +196,7 @@ def _targets(building: _Building, leaf: str, spec: LeafSpec) -> Array | None:
 
 
 def _without_tensor(building: _Building, leaf: str, spec: LeafSpec) -> Array:
-    """vLLM's Medusa heads may be without biases; nothing else may be left out."""
+    """Residual blocks (vLLM's Medusa heads) may be without biases; nothing else may be left out."""
     if leaf.startswith("biases.") and "biases.0" not in building.leaves:
         return _placed(building, np.zeros(spec.shape, building.dtype), spec)
     joined = leaf == "fc_norms.0" and spec.shape[0] != building.target.embed.shape[1]

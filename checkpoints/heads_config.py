@@ -1,4 +1,4 @@
-"""config.json of a draft head -> HeadConfig or MedusaConfig, whoever wrote it.
+"""config.json of a draft head -> HeadConfig, MedusaConfig or ExitsConfig, whoever wrote it.
 
 What tensors tell (biases, norms of single heads, how many layers, heads and draft tokens) is taken
 from them: configs are copied from the target's and often wrong there. Knows nothing of arrays.
@@ -13,17 +13,17 @@ Here: ids that begin with 1 are outputs, except in speculators' files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from checkpoints.folder import config_from_json
 from checkpoints.heads_source import HeadSource, settings_file
 from checkpoints.hf_config import model_config
-from checkpoints.names.heads import JOINED_NORM
+from checkpoints.names.heads import JOINED_NORM, exit_layers
 from checkpoints.tensors import FileTensor
 from jspec.config import ModelConfig
 from jspec.errors import JspecError
-from jspec.head_params import HeadConfig, MedusaConfig
+from jspec.head_params import AnyConfig, ExitsConfig, HeadConfig, MedusaConfig
 
 OURS, FORMAT = "jspec", 1
 """Key of config.json with all fields of the config, and the version of its format."""
@@ -35,11 +35,13 @@ Leaves = Mapping[str, FileTensor]
 
 def config_of(
     head: HeadSource, leaves: Leaves, target: ModelConfig, draft_vocab_size: int
-) -> HeadConfig | MedusaConfig:
+) -> AnyConfig:
     """The static shape of `head`. JspecError when settings are invalid, or for another target."""
     found = _ours(head)
     if found is None and head.names.family == "medusa":
         found = _medusa(head, leaves, target, draft_vocab_size)
+    elif found is None and head.names.family == "exits":
+        found = _exits(head, leaves, target, draft_vocab_size)
     elif found is None:
         try:
             found = _from_settings(head, leaves, target, draft_vocab_size)
@@ -57,10 +59,9 @@ def config_of(
     return found
 
 
-def config_to_json(config: HeadConfig | MedusaConfig) -> dict[str, Any]:
+def config_to_json(config: AnyConfig) -> dict[str, Any]:
     """All fields, for the key `OURS`."""
-    family = {} if isinstance(config, HeadConfig) else {"family": "medusa"}
-    return {"format": FORMAT, **family, **dataclasses.asdict(config)}
+    return {"format": FORMAT, "family": config.family, **dataclasses.asdict(config)}
 
 
 def layer_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,7 +70,7 @@ def layer_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((part for part in nested if isinstance(part, dict)), settings)
 
 
-def _ours(head: HeadSource) -> HeadConfig | MedusaConfig | None:
+def _ours(head: HeadSource) -> AnyConfig | None:
     """What `config_to_json` wrote, if we wrote the file."""
     data = head.settings.get(OURS)
     if data is None:
@@ -87,6 +88,9 @@ def _ours(head: HeadSource) -> HeadConfig | MedusaConfig | None:
         if fields["family"] == "medusa":
             del fields["family"]
             return MedusaConfig(**fields)
+        if fields["family"] == "exits":
+            del fields["family"]
+            return ExitsConfig(layers=tuple(fields.pop("layers")), **fields)
         layers, taps = config_from_json(fields.pop("layers")), tuple(fields.pop("taps"))
         return HeadConfig(layers=layers, taps=taps, **fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -98,6 +102,20 @@ def _medusa(
 ) -> MedusaConfig:
     return MedusaConfig(
         num_heads=_count(leaves, "blocks."),
+        hidden_size=_first_axis(head, leaves, "blocks.0"),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+    )
+
+
+def _exits(
+    head: HeadSource, leaves: Leaves, target: ModelConfig, draft_vocab_size: int
+) -> ExitsConfig:
+    layers = exit_layers(head.tensors)
+    if layers[0] == 0:
+        raise JspecError(f"{head.path}: an exit behind 0 layers; exits are behind 1 or more")
+    return ExitsConfig(
+        layers=layers,
         hidden_size=_first_axis(head, leaves, "blocks.0"),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -174,7 +192,7 @@ def _taps(
         taps = tuple(int(i) + are_outputs for i in ids)
     if min(taps) < 0 or max(taps) >= num_layers:
         raise JspecError(
-            f"{name}: the head reads the inputs of layers {', '.join(map(str, taps))}, but the "
+            f"{name}: the head reads the inputs of layers {_listed(taps)}, but the "
             f"target has layers 0 to {num_layers - 1}; give the head of this target"
         )
     return taps
@@ -226,23 +244,41 @@ def _check_vocabulary(name: str, data: Mapping[str, Any], target: ModelConfig) -
         )
 
 
-def _check_target(head: HeadSource, config: HeadConfig | MedusaConfig, target: ModelConfig) -> None:
-    medusa = isinstance(config, MedusaConfig)
-    vocab_size = config.vocab_size if medusa else config.layers.vocab_size
-    _check_vocabulary(str(head.path), {"vocab_size": vocab_size}, target)
-    width = config.hidden_size if medusa else config.target_hidden_size
+def _check_target(head: HeadSource, config: AnyConfig, target: ModelConfig) -> None:
+    _check_vocabulary(str(head.path), {"vocab_size": config.vocab_size}, target)
+    width = config.target_hidden_size
     if width != target.hidden_size:
         raise JspecError(
             f"{head.path}: the head is for a target of width {width}, but the target's "
             f"hidden_size is {target.hidden_size}; give the head of this target"
         )
+    if isinstance(config, ExitsConfig):
+        _check_exits(head, config, target)
+        return
     states = target.num_hidden_layers + 1
-    taps = () if medusa else config.taps
-    if any(not -states <= tap < states for tap in taps):
+    if any(not -states <= tap < states for tap in config.taps):
         raise JspecError(
-            f"{head.path}: the head reads the hidden states {', '.join(map(str, taps))}, but the "
+            f"{head.path}: the head reads the hidden states {_listed(config.taps)}, but the "
             f"target has {states}; give the head of this target"
         )
+
+
+def _check_exits(head: HeadSource, config: ExitsConfig, target: ModelConfig) -> None:
+    there = exit_layers(head.tensors)
+    if there != config.layers:
+        raise JspecError(
+            f"{head.path}: its tensors are of exits behind {_listed(there)} layers, but its "
+            f"config.json says {_listed(config.layers)}; fetch the head again"
+        )
+    if there[-1] >= target.num_hidden_layers:
+        raise JspecError(
+            f"{head.path}: has an exit behind {there[-1]} layers, but the target has only "
+            f"{target.num_hidden_layers}; give the exits of this target"
+        )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _count(leaves: Leaves, start: str) -> int:

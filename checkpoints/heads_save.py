@@ -1,7 +1,7 @@
 """Draft heads written in the public layout of their family, for jspec and for others.
 
-EAGLE's names for `eagle`, EAGLE-3's and SpecForge's for `eagle3`, Qwen3-Next's for `mtp` and
-Medusa's for `medusa`. Knows nothing of how heads compute.
+EAGLE's names for `eagle`, EAGLE-3's and SpecForge's for `eagle3`, Qwen3-Next's for `mtp`,
+Medusa's for `medusa`, and for `exits` our own. Knows nothing of how heads compute.
 """
 
 from __future__ import annotations
@@ -17,46 +17,32 @@ from checkpoints.files import write_json
 from checkpoints.folder import CONFIG_FILE, publish, refuse_existing, temporary_sibling
 from checkpoints.heads_config import OURS, config_to_json
 from checkpoints.heads_vocabulary import to_offsets
-from checkpoints.names.heads import EAGLE, EAGLE3, JOINED_NORM, MEDUSA, MTP
-from jspec.config import ModelConfig, RopeScaling
+from checkpoints.hf_save import WEIGHTS, layer_settings, write_tensors
+from checkpoints.names.heads import EAGLE, EAGLE3, JOINED_NORM, MEDUSA, MTP, HeadNames, exits
 from jspec.errors import JspecError
 from jspec.head_params import (
+    AnyConfig,
+    AnyParams,
+    ExitsConfig,
     HeadConfig,
-    HeadParams,
     MedusaConfig,
-    MedusaParams,
-    head_specs,
-    medusa_specs,
+    specs_of,
 )
 from jspec.params import leaf_paths
 
-WEIGHTS = "model.safetensors"
-
-_NAMES = {"eagle": EAGLE, "eagle3": EAGLE3, "mtp": MTP}
+_NAMES = {"eagle": EAGLE, "eagle3": EAGLE3, "mtp": MTP, "medusa": MEDUSA}
 _ARCHITECTURES = {
     "eagle": "LlamaForCausalLM",  # as EAGLE's own files have it
     "eagle3": "LlamaForCausalLMEagle3",
     "mtp": "MTPDraftModel",
 }
-_SHARES_LM_HEAD = {"eagle": True, "mtp": True, "eagle3": False, "medusa": False}
-_ROPE_FIELDS = {
-    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
+_SHARES_LM_HEAD = {"eagle": True, "mtp": True, "eagle3": False, "medusa": False, "exits": True}
 
 
 def save_head(
     folder: str | Path,
-    config: HeadConfig | MedusaConfig,
-    params: HeadParams | MedusaParams,
+    config: AnyConfig,
+    params: AnyParams,
     *,
     shares_embed: bool = True,
     shares_lm_head: bool | None = None,
@@ -65,7 +51,7 @@ def save_head(
 
     What is the target's is left out, and `load_head` takes it from the target: the embedding (if
     `shares_embed`, and the head is as wide as its target), and the output head if
-    `shares_lm_head`; None means that `eagle` and `mtp` share it, `eagle3` and `medusa` do not
+    `shares_lm_head`; None means that all share it but `eagle3` and `medusa`
     (other engines want theirs in the file).
     A vocabulary of its own is written as d2t and t2d, whatever the family. config.json also has
     all fields of `config` under "jspec", so that `load_head` gives back the same.
@@ -76,8 +62,8 @@ def save_head(
     dest = Path(folder).expanduser().absolute()
     refuse_existing(dest)
     if shares_lm_head is None:
-        shares_lm_head = _SHARES_LM_HEAD[_family(config)]
-    wide = isinstance(config, MedusaConfig) or (
+        shares_lm_head = _SHARES_LM_HEAD[config.family]
+    wide = not isinstance(config, HeadConfig) or (
         config.layers.hidden_size == config.target_hidden_size
     )
     left_out = ("embed",) * (shares_embed and wide) + ("lm_head", "lm_heads") * shares_lm_head
@@ -85,28 +71,26 @@ def save_head(
     dtype = next(str(x.dtype) for x in tensors.values() if x.dtype not in (np.int64, np.bool_))
     try:
         with temporary_sibling(dest) as partial:
-            _write_tensors(partial / WEIGHTS, tensors)
+            write_tensors(partial / WEIGHTS, tensors)
             write_json(partial / CONFIG_FILE, _settings(config, dtype))
             publish(partial, dest)
     except OSError as error:
         raise JspecError(f"{dest}: cannot be written ({error.strerror or error})") from error
 
 
-def _family(config: HeadConfig | MedusaConfig) -> str:
-    return "medusa" if isinstance(config, MedusaConfig) else config.family
+def _names(config: AnyConfig) -> HeadNames:
+    return exits(config.layers) if isinstance(config, ExitsConfig) else _NAMES[config.family]
 
 
 def _tensors(
-    config: HeadConfig | MedusaConfig, params: Any, left_out: tuple[str, ...]
+    config: AnyConfig, params: Any, left_out: tuple[str, ...]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Name in the file and numbers of each array that is not left out."""
-    medusa = isinstance(config, MedusaConfig)
-    names = MEDUSA if medusa else _NAMES[config.family]
-    specs = dict(leaf_paths(medusa_specs(config) if medusa else head_specs(config)))
+    names, specs = _names(config), dict(leaf_paths(specs_of(config)))
     arrays = dict(leaf_paths(params))
     for leaf in specs.keys() ^ arrays.keys():
         raise JspecError(f"{leaf!r} is in only one of the head's config and params")
-    joined = not medusa and config.norm_before_fc
+    joined = isinstance(config, HeadConfig) and config.norm_before_fc
     for leaf, array in arrays.items():
         if array.shape != specs[leaf].shape:
             raise JspecError(
@@ -114,23 +98,20 @@ def _tensors(
                 f"but its config needs {list(specs[leaf].shape)}"
             )
         if leaf == "token_ids":
-            vocab_size = config.vocab_size if medusa else config.layers.vocab_size
-            yield from to_offsets(np.asarray(array), vocab_size).items()
+            yield from to_offsets(np.asarray(array), config.vocab_size).items()
         elif leaf.partition(".")[0] not in left_out:
             name = names.file_name(JOINED_NORM if joined and leaf == "fc_norms.0" else leaf)
             yield name, np.asarray(array).reshape(file_shape(specs[leaf]))
 
 
-def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    from safetensors.numpy import save_file
-
-    whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    save_file(whole, path, metadata={"format": "pt"})  # transformers asks for it
-
-
-def _settings(config: HeadConfig | MedusaConfig, dtype: str) -> dict[str, Any]:
+def _settings(config: AnyConfig, dtype: str) -> dict[str, Any]:
     """config.json: what others read, and all of `config` under `OURS`."""
-    public = _medusa(config) if isinstance(config, MedusaConfig) else _public(config)
+    if isinstance(config, HeadConfig):
+        public = _public(config)
+    elif isinstance(config, MedusaConfig):
+        public = _medusa(config)
+    else:
+        public = {"architectures": ["JspecExits"], "model_type": "jspec_exits"}
     return public | {"torch_dtype": dtype, OURS: config_to_json(config)}
 
 
@@ -153,7 +134,8 @@ def _medusa(config: MedusaConfig) -> dict[str, Any]:
 def _public(config: HeadConfig) -> dict[str, Any]:
     settings = {
         "architectures": [_ARCHITECTURES[config.family]],
-        **_layers(config.layers),
+        **layer_settings(config.layers),
+        "tie_word_embeddings": False,
         "draft_vocab_size": config.draft_vocab_size,
     }
     if config.family == "mtp":
@@ -172,32 +154,3 @@ def _public(config: HeadConfig) -> dict[str, Any]:
         ids = {"eagle_aux_hidden_state_layer_ids": list(config.taps)}
         settings |= ids | {"eagle_config": ids | {"use_aux_hidden_state": True}}
     return settings
-
-
-def _layers(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _rope(config.rope_scaling),
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": False,
-    }
-
-
-def _rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    fields = ("factor", *_ROPE_FIELDS.get(scaling.kind, ()))
-    found = {field: getattr(scaling, field) for field in fields}
-    return {"rope_type": scaling.kind} | {k: v for k, v in found.items() if v is not None}

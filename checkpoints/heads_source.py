@@ -16,16 +16,15 @@ import numpy as np
 from checkpoints.files import read_json_or_empty
 from checkpoints.folder import CONFIG_FILE
 from checkpoints.hf_folder import FORMATS, format_of, unindexed_files, weight_map
-from checkpoints.names.heads import HeadNames, layout_of, nextn
+from checkpoints.names.heads import HeadNames, exit_layers, exits, layout_of, nextn
 from checkpoints.safetensors_file import open_safetensors
+from checkpoints.sources import shipped_path
 from checkpoints.tensors import FLOAT8, FileTensor
 from checkpoints.torch_file import open_torch
 from jspec.errors import JspecError
 
-PRETRAINED = Path(__file__).parent / "pretrained"
-"""The heads that come with this package, a folder each; README.md there is their model card."""
 MEDUSA_FILE = "medusa_lm_head.pt"
-SUPPORTED = "EAGLE, EAGLE-2, EAGLE-3, MTP and Medusa heads"
+SUPPORTED = "EAGLE, EAGLE-2, EAGLE-3, MTP and Medusa heads, trained exits"
 
 _OPENERS = {".safetensors": open_safetensors} | dict.fromkeys((".bin", ".pt", ".pth"), open_torch)
 _SCALE, _BLOCK = "_scale_inv", 128
@@ -54,18 +53,10 @@ class HeadSource(NamedTuple):
     """By the name in the file; 8-bit weights are dequantised when loaded."""
 
 
-def head_path(source: str | Path) -> Path:
-    """Where a head is said to be: a path, or the name of one of `PRETRAINED`. A path that exists
-    goes before a name."""
-    path = Path(source).expanduser()
-    shipped = PRETRAINED / path
-    return shipped if len(path.parts) == 1 and not path.exists() and shipped.is_dir() else path
-
-
 def open_source(source: str | Path) -> HeadSource:
     """The head in a folder or file, of whose tensors the headers are read. JspecError when there
     is none, it is of a kind that we cannot run, or a file is damaged."""
-    path = head_path(source)
+    path = shipped_path(source)
     settings = read_json_or_empty(settings_file(path))
     files = tensor_files(path)
     names = layout_of(files)
@@ -73,6 +64,8 @@ def open_source(source: str | Path) -> HeadSource:
         raise JspecError(f"{path}: {_what_it_is(settings, files)}; supported: {SUPPORTED}")
     if names.family == "mtp":
         names = _one_module(path, names, list(files))
+    if names.family == "exits":
+        names = exits(exit_layers(files))
     owned = {name: file for name, file in files.items() if re.fullmatch(names.owned, name)}
     refuse_unsupported(path, owned)
     return HeadSource(path, settings, names, _dequantised(path, _opened(owned)))

@@ -16,7 +16,7 @@ from checkpoints.hf_config import model_config
 from checkpoints.names import llama
 from checkpoints.safetensors_file import open_safetensors
 from checkpoints.tensors import FileTensor, Source, refuse_other_dtypes
-from checkpoints.tokenizer import Tokenizer
+from checkpoints.tokenizer import Tokenizer, has_tokenizer
 from checkpoints.torch_file import open_torch
 from jspec.errors import JspecError
 
@@ -63,7 +63,7 @@ def open_hf_folder(path: Path) -> Source:
         config=config,
         tensors=tuple(_tensors(path)),
         names=llama.HF,
-        tokenizer=functools.partial(Tokenizer.load, path),
+        tokenizer=functools.partial(Tokenizer.load, path) if has_tokenizer(path) else None,
     )
 
 

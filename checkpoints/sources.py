@@ -11,6 +11,7 @@ from checkpoints import hf_folder, hub
 from checkpoints.files import identity
 from checkpoints.folder import is_checkpoint
 from checkpoints.tensors import Source
+from checkpoints.tokenizer import has_tokenizer
 from jspec.config import DEFAULT_MODEL
 from jspec.errors import JspecError
 
@@ -21,6 +22,11 @@ ACCEPTED = (
 )
 
 Report = Callable[[str], None]
+
+
+PRETRAINED = Path(__file__).parent / "pretrained"
+"""The heads and draft models that come with this package, a folder each; README.md there is their
+model card."""
 
 
 class Located(NamedTuple):
@@ -43,6 +49,8 @@ def locate(model: str | Path, cache_dir: Path, report: Report) -> Located:
     name = str(model)
     if is_default(name):
         return _packaged(cache_dir, report)
+    if shipped_path(name) != path:
+        return _local(shipped_path(name))
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return _from_hub(name)
     if isinstance(model, Path) or "/" in name or name.endswith(".gguf"):
@@ -53,6 +61,20 @@ def locate(model: str | Path, cache_dir: Path, report: Report) -> Located:
 def is_default(model: str | Path) -> bool:
     """Whether a name stands for the default model, whose draft heads come with this package."""
     return str(model) in (DEFAULT_MODEL, DEFAULT_REPO)
+
+
+def shipped_path(source: str | Path) -> Path:
+    """Where a head or a draft model is said to be: a path, or the name of one of `PRETRAINED`. A
+    path that exists goes before a name."""
+    path = Path(source).expanduser()
+    shipped = PRETRAINED / path
+    return shipped if len(path.parts) == 1 and not path.exists() and shipped.is_dir() else path
+
+
+def require_tokenizer(located: Located) -> None:
+    """JspecError for a folder without a tokenizer, as a draft model may be but no target."""
+    if located.kind == "hf" and not has_tokenizer(located.path):
+        raise JspecError(f"{located.path}: has no tokenizer.json; fetch the tokenizer's files too")
 
 
 def open_source(located: Located) -> Source:

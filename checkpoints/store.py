@@ -60,17 +60,44 @@ def load(
     are on the default device. `report` gets lines for people, `progress` (label, bytes done, bytes
     in all). JspecError for what the user can put right.
     """
-    target = as_dtype(dtype)
+    located, cache = _located(model, cache_dir, report)
+    sources.require_tokenizer(located)
+    folder, config, params = _loaded(located, as_dtype(dtype), mesh, cache, progress)
+    return Checkpoint(config, params, Tokenizer.load(folder), folder)
+
+
+def load_weights(
+    model: str | Path,
+    *,
+    dtype: str,
+    mesh: Mesh | None = None,
+    cache_dir: str | Path | None = None,
+    progress: Progress | None = None,
+    report: Report | None = None,
+) -> tuple[ModelConfig, Params]:
+    """As `load`, of a model that need not have a tokenizer: a draft model speaks its target's
+    tokens. Names of those that come with this package are models, too."""
+    located, cache = _located(model, cache_dir, report)
+    return _loaded(located, as_dtype(dtype), mesh, cache, progress)[1:]
+
+
+def _located(
+    model: str | Path, cache_dir: str | Path | None, report: Report | None
+) -> tuple[Located, Path]:
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    located = sources.locate(model, cache, report or _silent)
+    return sources.locate(model, cache, report or _silent), cache
+
+
+def _loaded(
+    located: Located, target: np.dtype, mesh: Mesh | None, cache: Path, progress: Progress | None
+) -> tuple[Path, ModelConfig, Params]:
+    """The folder of ours, and what is in it."""
     if located.kind == "jspec":
         folder = located.path
     else:
         folder = _converted(located, target, cache, progress)
     config = read_config(folder)
-    tokenizer = Tokenizer.load(folder)
-    params = _restored(folder, config, target, mesh, progress or _no_progress)
-    return Checkpoint(config, params, tokenizer, folder)
+    return folder, config, _restored(folder, config, target, mesh, progress or _no_progress)
 
 
 def convert(
@@ -91,8 +118,8 @@ def convert(
     refuse_existing(dest)  # before any download
     if dtype is not None:
         as_dtype(dtype)
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    located = sources.locate(source, cache, report or _silent)
+    located, _ = _located(source, cache_dir, report)
+    sources.require_tokenizer(located)
     write_checkpoint(sources.open_source(located), dest, dtype, progress)
     return dest
 

@@ -56,7 +56,8 @@ class Source:
     config: ModelConfig
     tensors: tuple[FileTensor, ...]
     names: NameTable
-    tokenizer: Callable[[], Tokenizer]
+    tokenizer: Callable[[], Tokenizer] | None
+    """None: it has none, as a draft model may."""
 
 
 def as_dtype(name: str) -> np.dtype:

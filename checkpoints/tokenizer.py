@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `Tokenizer.load` finds something in `folder`."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", *_SLOW_FILES))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer and its chat template. Immutable; safe to share between threads."""
@@ -96,13 +101,13 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer in `folder`. JspecError when there is none or it is damaged."""
         folder = Path(folder)
+        if not has_tokenizer(folder):
+            raise JspecError(f"{folder}: has no tokenizer.json; fetch the tokenizer's files too")
         config = read_json_or_empty(folder / "tokenizer_config.json")
         if (folder / "tokenizer.json").is_file():
             backend = _read_backend(folder / "tokenizer.json")
-        elif any((folder / name).is_file() for name in _SLOW_FILES):
-            backend = _convert_slow(folder)
         else:
-            raise JspecError(f"{folder}: has no tokenizer.json; fetch the tokenizer's files too")
+            backend = _convert_slow(folder)
         # A file may ask for padding or truncation, which only training wants.
         backend.no_padding()
         backend.no_truncation()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from checkpoints.names.llama import HF
 
-Layout = Literal["eagle", "eagle3", "mtp", "nextn", "medusa"]
+Layout = Literal["eagle", "eagle3", "mtp", "nextn", "medusa", "exits"]
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Not leaves, but which tokens a head knows: target id less draft id of each draft token, a mask
 over the target's tokens, target id of each draft token (vLLM's Medusa)."""
@@ -43,7 +43,7 @@ class HeadNames:
     """A pattern, and what takes its place, that turns a plain spelling into what we write."""
 
     @property
-    def family(self) -> Literal["eagle", "eagle3", "mtp", "medusa"]:
+    def family(self) -> Literal["eagle", "eagle3", "mtp", "medusa", "exits"]:
         """What the head is, by whatever names."""
         return "mtp" if self.layout == "nextn" else self.layout
 
@@ -165,10 +165,35 @@ MEDUSA = HeadNames(
         (r"^lm_heads\.(\d+)\.weight$", r"\1.1.weight"),
     ),
 )
-LAYOUTS = (MEDUSA, NEXTN, MTP, EAGLE3, EAGLE)
+EXITS = HeadNames(  # ours; leaves with the exits' layers: `exits`
+    layout="exits",
+    marks=r"exits\.\d+\.(norm|block)\.weight",
+    owned=r"exits\..*|d2t|t2d",
+    leaves={"exits.lm_head.weight": "lm_head"},
+)
+LAYOUTS = (MEDUSA, NEXTN, MTP, EAGLE3, EAGLE, EXITS)
 
 
 def nextn(layer: str) -> HeadNames:
     """`NEXTN` for a head that is layer number `layer`."""
     written = (r"^(layers\.0\.)?", f"model.layers.{layer}.")
     return dataclasses.replace(NEXTN, owned=NEXTN.owned.format(layer), written=written)
+
+
+def exits(layers: Sequence[int]) -> HeadNames:
+    """`EXITS` for exits behind so many layers, ascending: `exits.4.norm.weight` is `norms.0` if
+    4 comes first."""
+    named: dict[str, str] = {}
+    for number, layer in enumerate(layers):
+        named |= {
+            f"exits.{layer}.norm.weight": f"norms.{number}",
+            f"exits.{layer}.block.weight": f"blocks.{number}",
+            f"exits.{layer}.block.bias": f"biases.{number}",
+        }
+    return dataclasses.replace(EXITS, leaves={**EXITS.leaves, **named})
+
+
+def exit_layers(names: Iterable[str]) -> tuple[int, ...]:
+    """Layers before each exit that tensors of these names belong to, ascending."""
+    found = (re.match(r"exits\.(0|[1-9]\d*)\.", name) for name in names)
+    return tuple(sorted({int(match[1]) for match in found if match}))

@@ -1,4 +1,5 @@
-"""`jspec train`: text, states, head, evaluate. Parses, calls the library, prints.
+"""`jspec train`: text, states, head, exits, evaluate; whole models stand in `model_commands`.
+Parses, calls the library, prints.
 
 Everything heavy is imported inside the commands, as in `jspec.cli`.
 """
@@ -8,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,13 +21,13 @@ from jspec.errors import JspecError
 if TYPE_CHECKING:
     from jspec.terminal import Steps
     from jspec.train.evaluate import Acceptance
-    from jspec.train.settings import Evaluator, Settings, Watching
+    from jspec.train.settings import Settings, Watching
     from jspec.train.states import TargetOfText
 
 _EXTRA = ("optax", "grain", "matplotlib")
 
 app = typer.Typer(
-    help="Train draft heads on the target's own text (needs the extra train).",
+    help="Train what drafts on the target's own text (needs the extra train).",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -71,6 +72,17 @@ PromptsToo = Annotated[
 EvalPrompts = Annotated[
     Path | None, typer.Option(help="Questions to evaluate on with the engine as well.")
 ]
+EvalTokens = Annotated[int, typer.Option(min=1, help="Tokens of their answers.")]
+States = Annotated[
+    list[Path], typer.Option(help="Folder of jspec train states; repeat for several.")
+]
+TrainSteps = Annotated[int, typer.Option("--steps", help="Batches to learn from.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same outcome.")]
+Dtype = Annotated[ComputeType, typer.Option(help="Of activations.")]
+MeshOption = Annotated[str | None, typer.Option("--mesh", help="To share a batch, as data=2.")]
+LogEvery = Annotated[int, typer.Option(help="Steps a line of metrics.")]
+EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
+CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
 
 
 @app.command()
@@ -88,7 +100,7 @@ def text(
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
 ) -> None:
     """Let the target answer prompts: what it says is what heads learn from."""
-    _need_extra()
+    need_extra()
     from jspec import benchmark, terminal
 
     questions = benchmark.load_prompts(prompts)
@@ -137,7 +149,7 @@ def states(
     ] = ComputeType.bfloat16,
 ) -> None:
     """Compute the target's hidden states over its text; run again when there is more text."""
-    _need_extra()
+    need_extra()
     from jspec import terminal
 
     with terminal.Steps() as steps, terminal.sure_interrupt(steps):
@@ -155,12 +167,10 @@ def states(
 
 @app.command()
 def head(
-    states: Annotated[
-        list[Path], typer.Option(help="Folder of jspec train states; repeat for several.")
-    ],
+    states: States,
     out: Out,
     family: Annotated[HeadFamily, typer.Option(help="What kind of head.")] = HeadFamily.mtp,
-    steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 1000,
+    steps: TrainSteps = 1000,
     batch_tokens: BatchTokens = 4096,
     sequence_length: SequenceLength = 512,
     learning_rate: LearningRate = 1e-3,
@@ -171,18 +181,18 @@ def head(
     logit_loss: LogitLoss = 1.0,
     norms: Norms = True,
     prompts_too: PromptsToo = False,
-    seed: Annotated[int, typer.Option(help="Same seed, same head.")] = 0,
-    dtype: Annotated[ComputeType, typer.Option(help="Of activations.")] = ComputeType.bfloat16,
+    seed: Seed = 0,
+    dtype: Dtype = ComputeType.bfloat16,
     model: Model = None,
-    mesh: Annotated[str | None, typer.Option(help="To share a batch, as data=2.")] = None,
-    log_every: Annotated[int, typer.Option(help="Steps a line of metrics.")] = 20,
-    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 200,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    mesh: MeshOption = None,
+    log_every: LogEvery = 20,
+    eval_every: EvalEvery = 200,
+    checkpoint_every: CheckpointEvery = 200,
     eval_prompts: EvalPrompts = None,
-    eval_tokens: Annotated[int, typer.Option(min=1, help="Tokens of their answers.")] = 128,
+    eval_tokens: EvalTokens = 128,
 ) -> None:
     """Train a head on states; run again to go on with a training that was stopped."""
-    _need_extra()
+    need_extra()
     from jspec.train.settings import Settings, Watching
 
     settings = Settings(
@@ -201,44 +211,114 @@ def head(
         seed=seed,
         dtype=dtype.value,
     )
-    watching = Watching(
-        log_every=log_every,
-        eval_every=eval_every,
-        checkpoint_every=checkpoint_every,
-        data_parallel=_data_parallel(mesh),
+    watching = Watching(log_every, eval_every, checkpoint_every, None, data_parallel(mesh))
+    _train_head(states, out, settings, watching, model, Evaluation(eval_prompts, eval_tokens))
+
+
+@app.command()
+def exits(
+    states: States,
+    out: Out,
+    layers: Annotated[
+        str, typer.Option(help="Layers of the target before each exit, as 4,8,12; taps of STATES.")
+    ],
+    steps: TrainSteps = 1000,
+    batch_tokens: BatchTokens = 4096,
+    sequence_length: SequenceLength = 512,
+    learning_rate: LearningRate = 1e-3,
+    warmup: Warmup = 100,
+    draft_vocab_size: DraftVocabSize = 8192,
+    prompts_too: PromptsToo = False,
+    seed: Seed = 0,
+    dtype: Dtype = ComputeType.bfloat16,
+    model: Model = None,
+    mesh: MeshOption = None,
+    log_every: LogEvery = 20,
+    eval_every: EvalEvery = 200,
+    checkpoint_every: CheckpointEvery = 200,
+    eval_prompts: EvalPrompts = None,
+    eval_tokens: EvalTokens = 128,
+) -> None:
+    """Train exits behind layers of the target, all at once; run again to go on."""
+    need_extra()
+    from jspec.train.settings import Settings, Watching
+
+    settings = Settings(
+        family="exits",
+        layers=_layers(layers),
+        steps=steps,
+        batch_tokens=batch_tokens,
+        sequence_length=sequence_length,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        draft_vocab_size=draft_vocab_size,
+        prompts_too=prompts_too,
+        seed=seed,
+        dtype=dtype.value,
     )
-    _train(states, out, settings, watching, model, eval_prompts, eval_tokens)
-    print(f"wrote {out / 'head'}")
+    watching = Watching(log_every, eval_every, checkpoint_every, None, data_parallel(mesh))
+    _train_head(states, out, settings, watching, model, Evaluation(eval_prompts, eval_tokens))
 
 
-def _train(
+class Evaluation(NamedTuple):
+    """What the engine is to make of what is being trained."""
+
+    prompts: Path | None
+    """None: nothing."""
+    max_tokens: int
+    exit_layer: int | None = None
+    """Behind this layer of what is trained; None: it drafts for the target that it came of."""
+
+
+def _train_head(
     states: Sequence[Path],
     out: Path,
     settings: Settings,
     watching: Watching,
     model: str | None,
-    eval_prompts: Path | None,
-    eval_tokens: int,
+    evaluation: Evaluation,
 ) -> None:
+    def train(target: TargetOfText, tokenizer: Any, watching: Watching) -> None:
+        from jspec.train import trainer
+
+        trainer.train(target, states, out, settings, watching)
+
+    run_training(states[0], model, watching, evaluation, train)
+    print(f"wrote {out / 'head'}")
+
+
+def run_training(
+    source: Path,
+    model: str | None,
+    watching: Watching,
+    evaluation: Evaluation,
+    train: Callable[[TargetOfText, Any, Watching], None],
+) -> None:
+    """Calls `train` with the target whose text or states are in `source` (or `model`), its
+    tokenizer and what shows and evaluates the run."""
     from jspec import benchmark, terminal
 
-    questions = benchmark.load_prompts(eval_prompts) if eval_prompts else []
+    asked = evaluation.prompts
+    questions = benchmark.load_prompts(asked) if asked is not None else []
     with terminal.Steps() as bars, terminal.sure_interrupt(bars):
         bars.update("starting", 0, 0)
+        from jspec.train.evaluate import evaluator_of
         from jspec.train.states import state_shards
-        from jspec.train.trainer import train
 
-        source = state_shards(states[0]).settings()
-        name = model or _model_of(states[0], source)
-        target, tokenizer = _load_target(name, source.get("computed_in", "bfloat16"), bars)
+        made = state_shards(source).settings()
+        name = model or _model_of(source, made)
+        target, tokenizer = _load_target(name, made.get("computed_in", "bfloat16"), bars)
+        texts = [question.text for question in questions]
         watching = dataclasses.replace(
             watching,
-            evaluator=_evaluator(target, tokenizer, [q.text for q in questions], eval_tokens),
+            evaluator=evaluator_of(
+                target, tokenizer, texts, evaluation.max_tokens, exit_layer=evaluation.exit_layer
+            ),
             progress=bars.update,
             report=bars.say,
         )
         bars.update("starting", 1, 1)
-        train(target, states, out, settings, watching)
+        train(target, tokenizer, watching)
 
 
 @app.command()
@@ -254,7 +334,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     """How many drafts the engine accepts, by their position."""
-    _need_extra()
+    need_extra()
     from jspec import benchmark, terminal
 
     questions = benchmark.select_prompts(benchmark.load_prompts(prompts), limit=limit)
@@ -291,7 +371,8 @@ def table(found: Acceptance) -> list[str]:
     return lines + [f"{position:8}  {share:8.3f}" for position, share in shares]
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
+    """Raises JspecError where what only training needs is not installed."""
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise JspecError(
@@ -316,7 +397,15 @@ def _load_target(name: str, dtype: str, steps: Steps) -> tuple[TargetOfText, Any
     return TargetOfText(name, loaded.config, loaded.params), loaded.tokenizer
 
 
-def _data_parallel(mesh: str | None) -> int:
+def _layers(text: str) -> tuple[int, ...]:
+    """Of `4,8,12`, ascending."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise JspecError(f"layers {text!r}: give numbers of layers, as 4,8,12")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def data_parallel(mesh: str | None) -> int:
     """Of `data=2`."""
     if mesh is None:
         return 1
@@ -324,31 +413,3 @@ def _data_parallel(mesh: str | None) -> int:
     if axis != "data" or not size.isdecimal():
         raise JspecError(f"mesh {mesh!r}: give the number of devices as data=2")
     return int(size)
-
-
-def _evaluator(
-    target: TargetOfText, tokenizer: Any, texts: Sequence[str], max_tokens: int
-) -> Evaluator | None:
-    """Runs the engine with the head in a folder; None where there is nothing to run it on."""
-    if not texts:
-        return None
-
-    def run(folder: Path) -> dict[str, Any]:
-        from jspec.llm import LLM
-        from jspec.model import llama
-        from jspec.train.evaluate import chat_prompts, evaluate
-
-        llm = LLM(
-            llama(target.config),
-            params=target.params,
-            tokenizer=tokenizer,
-            drafter=folder,
-            dtype=str(target.params.embed.dtype),
-        )
-        room = max_tokens + llm.drafter.num_speculative_tokens
-        asked = chat_prompts(llm, texts, room=room, longest=llm.max_model_len)
-        found = evaluate(llm, asked, max_tokens)
-        shares = [round(share, 5) for share in found.per_position]
-        return {"acceptance": shares, "length": round(found.mean_length, 5)}
-
-    return run

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jspec.train.shards import write_whole
-from jspec.train.step import Sums
 
 
 class MetricsFile:
@@ -31,8 +30,9 @@ class MetricsFile:
             file.write(json.dumps(line) + "\n")
 
     def best_step(self) -> int | None:
-        """The first step with the greatest mean length on what is held out; None before any."""
-        measured = [line for line in self.lines if "held_out" in line]
+        """The first step with the greatest mean length on what is held out; None where no line
+        has one."""
+        measured = [line for line in self.lines if "length" in line.get("held_out", {})]
         if not measured:
             return None
         return max(measured, key=lambda line: (line["held_out"]["length"], -line["step"]))["step"]
@@ -51,26 +51,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def means(sums: Sums) -> dict[str, Any]:
-    """Plain numbers of what was added up.
-
-    `agreement` is the share of entries where the head's likeliest token is the target's, a number
-    a step; `length` is 1 + the mean number of steps that agree one after the other: tokens a round
-    if the target's text were greedy.
-    """
-    places, learned = np.maximum(sums.places, 1), np.maximum(sums.learned, 1)
-
-    def rounded(values: Any) -> list[float]:
-        return [round(float(x), 5) for x in values]
-
-    return {
-        "logit_loss": rounded(sums.logit_loss / learned),
-        "hidden_loss": rounded(sums.hidden_loss / places),
-        "agreement": rounded(sums.agreed / places),
-        "length": round(1.0 + float(np.sum(sums.chained / places)), 5),
-    }
-
-
 def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
     """A PNG of loss, agreement and acceptance over tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -87,7 +67,8 @@ def draw_curves(lines: list[dict[str, Any]], path: Path) -> None:
     _plot(middle, trained, "agreement", "step {}", "-")
     _plot(middle, held_out, "agreement", "step {}, held out", ".--")
     _plot(middle, engine, "acceptance", "position {}, engine", "x:")
-    _plot(below, held_out, "length", "held out, teacher forced", ".--")
+    lengths = [line for line in held_out if "length" in line]
+    _plot(below, lengths, "length", "held out, teacher forced", ".--")
     _plot(below, engine, "length", "engine", "x:")
     for axes, name in ((above, "cross entropy"), (middle, "agreement"), (below, "tokens a round")):
         axes.set_ylabel(name)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jspec.errors import JspecError
 from jspec.train.states import StateShard, read_states
+from jspec.train.text import read_text
 
 _READ = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 _HELD_OUT_EVERY = 50
@@ -43,15 +44,34 @@ class Corpus(NamedTuple):
     learned: tuple[Piece, ...]
     held_out: tuple[Piece, ...]
     """About one example in fifty, for measuring; never learned from."""
+    ahead: int = 2
+    """Places on from an entry stands the token that it predicts."""
 
 
-def open_corpus(files: Sequence[Path], taps: tuple[int, ...], sequence_length: int) -> Corpus:
+def open_corpus(
+    files: Sequence[Path], taps: tuple[int, ...], sequence_length: int, *, ahead: int = 2
+) -> Corpus:
     """The examples of shards of states, cut where they are longer than a row.
 
     Raises JspecError naming a shard that is missing, damaged or without one of `taps`, and where
     there is too little to learn from.
     """
-    shards = tuple(_with_taps(file, taps) for file in files)
+    shards = [_with_taps(file, taps) for file in files]
+    return _corpus(shards, files, taps, sequence_length, ahead)
+
+
+def open_text(files: Sequence[Path], sequence_length: int) -> Corpus:
+    """The same of shards of text, to learn the next token from; there are no hidden states."""
+    return _corpus([_without_states(file) for file in files], files, (), sequence_length, 1)
+
+
+def _corpus(
+    shards: Sequence[StateShard],
+    files: Sequence[Path],
+    taps: tuple[int, ...],
+    sequence_length: int,
+    ahead: int,
+) -> Corpus:
     examples = [
         (index, int(first), int(end), int(prompt))
         for index, shard in enumerate(shards)
@@ -60,11 +80,26 @@ def open_corpus(files: Sequence[Path], taps: tuple[int, ...], sequence_length: i
     every = max(_HELD_OUT_EVERY, len(examples) // _MOST_HELD_OUT)
     learned, held_out = [], []
     for number, example in enumerate(examples):
-        (learned if number % every else held_out).extend(cut(*example, sequence_length))
+        pieces = cut(*example, sequence_length, ahead=ahead)
+        (learned if number % every else held_out).extend(pieces)
     if not learned or not held_out:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(f.parent for f in files))
         raise JspecError(f"{folders}: {len(examples)} examples are too few to learn from")
-    return Corpus(shards, taps, tuple(learned), tuple(held_out))
+    return Corpus(tuple(shards), taps, tuple(learned), tuple(held_out), ahead)
+
+
+def _without_states(path: Path) -> StateShard:
+    """Examples of text as a shard of states without any; `best` is void."""
+    examples = list(read_text(path))
+    texts = [np.asarray([*example.prompt, *example.answer], np.int32) for example in examples]
+    tokens = np.concatenate([np.zeros(0, np.int32), *texts])
+    return StateShard(
+        tokens=tokens,
+        ends=np.cumsum([len(text) for text in texts], dtype=np.int32),
+        prompts=np.asarray([len(example.prompt) for example in examples], np.int32),
+        best=np.zeros_like(tokens),
+        hidden={},
+    )
 
 
 def _with_taps(path: Path, taps: tuple[int, ...]) -> StateShard:
@@ -75,22 +110,24 @@ def _with_taps(path: Path, taps: tuple[int, ...]) -> StateShard:
     return shard
 
 
-def cut(shard: int, first: int, end: int, prompt: int, sequence_length: int) -> list[Piece]:
+def cut(
+    shard: int, first: int, end: int, prompt: int, sequence_length: int, *, ahead: int = 2
+) -> list[Piece]:
     """An example in pieces of at most `sequence_length`, those with nothing to learn left out."""
     pieces = []
     for slot in range(0, end - first, sequence_length):
         length = min(sequence_length, end - first - slot)
         piece = Piece(shard, first + slot, length, slot, prompt)
-        if wanted(piece).any():
+        if wanted(piece, ahead=ahead).any():
             pieces.append(piece)
     return pieces
 
 
-def wanted(piece: Piece, prompts_too: bool = False) -> np.ndarray:
-    """`[length]` bool: the token two places on is in the piece and (or not) in the answer."""
-    index = np.arange(piece.length)
+def wanted(piece: Piece, prompts_too: bool = False, *, ahead: int = 2) -> np.ndarray:
+    """`[length]` bool: the token `ahead` places on is in the piece and (or not) in the answer."""
+    there = np.arange(piece.length) + ahead
     first = 0 if prompts_too else piece.prompt
-    return (index + 2 < piece.length) & (piece.slot + index + 2 >= first)
+    return (there < piece.length) & (piece.slot + there >= first)
 
 
 def pack(lengths: Sequence[int], sequence_length: int, order: Sequence[int]) -> list[list[int]]:
@@ -138,7 +175,7 @@ class Rows:
             row["tokens"][place] = shard.tokens[source]
             row["segments"][place] = number
             row["positions"][place] = piece.slot + np.arange(piece.length)
-            row["wanted"][place] = wanted(piece, self._prompts_too)
+            row["wanted"][place] = wanted(piece, self._prompts_too, ahead=self._corpus.ahead)
             row["best"][place] = shard.best[source]
             for tap, values in row["hidden"].items():
                 values[place] = shard.hidden[tap][source]

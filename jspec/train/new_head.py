@@ -6,7 +6,7 @@ Knows nothing of data or of how it is trained.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.struct
 import jax
@@ -16,12 +16,19 @@ from jax import Array
 
 from jspec.config import ModelConfig
 from jspec.errors import JspecError
-from jspec.head_params import HeadConfig, HeadParams, MedusaConfig, MedusaParams, init_head
+from jspec.head_params import (
+    AnyConfig,
+    AnyParams,
+    ExitsConfig,
+    ExitsParams,
+    HeadConfig,
+    MedusaConfig,
+    MedusaParams,
+    init_head,
+)
 from jspec.params import Params
 from jspec.train.settings import Family
 from jspec.train.states import eagle3_taps
-
-Config = HeadConfig | MedusaConfig
 
 _VOICE = 0.25
 """Of a new head's logits against the target's."""
@@ -39,16 +46,23 @@ class Frozen(flax.struct.PyTreeNode):
 class NewHead(NamedTuple):
     """A head to train."""
 
-    config: Config
-    trained: HeadParams | MedusaParams
+    config: AnyConfig
+    trained: AnyParams
     """float32, without the leaves that are `frozen`."""
     frozen: Frozen
 
 
 def head_config(
-    family: Family, target: ModelConfig, *, draft_vocab_size: int, norms: bool, num_heads: int
-) -> Config:
-    """The static shape of a head of one layer like the target's; `num_heads` is Medusa's."""
+    family: Family,
+    target: ModelConfig,
+    *,
+    draft_vocab_size: int,
+    norms: bool,
+    num_heads: int,
+    exits: tuple[int, ...] = (),
+) -> AnyConfig:
+    """The static shape of a head of one layer like the target's; `num_heads` is Medusa's, `exits`
+    are the layers before each exit."""
     if not 0 < draft_vocab_size <= target.vocab_size:
         raise JspecError(
             f"a draft vocabulary of {draft_vocab_size}: the target has {target.vocab_size} tokens"
@@ -57,6 +71,9 @@ def head_config(
         raise JspecError(f"a head of family {family} has norms")
     if family == "medusa":
         return MedusaConfig(num_heads, target.hidden_size, target.vocab_size, draft_vocab_size)
+    if family == "exits":
+        _check_exits(exits, target)
+        return ExitsConfig(exits, target.hidden_size, target.vocab_size, draft_vocab_size)
     if family == "mtp" and not norms:
         family = "eagle"
     return HeadConfig(
@@ -69,11 +86,21 @@ def head_config(
     )
 
 
-def new_head(config: Config, target: Params, token_ids: np.ndarray, seed: int) -> NewHead:
+def _check_exits(layers: tuple[int, ...], target: ModelConfig) -> None:
+    deepest = target.num_hidden_layers - 1
+    if not layers or sorted({0, *layers}) != [0, *layers] or layers[-1] > deepest:
+        raise JspecError(
+            f"exits behind layers {', '.join(map(str, layers))}: give numbers of layers from 1 to "
+            f"{deepest}, ascending"
+        )
+
+
+def new_head(config: AnyConfig, target: Params, token_ids: np.ndarray, seed: int) -> NewHead:
     """A head that begins to learn: matrices drawn from `seed`, but what a layer adds to its
-    residual stream is nothing yet, and neither are Medusa's blocks, which so begin as the target.
-    The others speak through the target's lm_head with a quarter of its voice (measured: 60 steps
-    then reach a held-out cross entropy of 4.75 instead of 5.70).
+    residual stream is nothing yet. Neither do Medusa's blocks add anything: it begins as the
+    target. The others speak through the target's lm_head with a quarter of its voice (measured:
+    60 steps then reach a held-out cross entropy of 4.75 instead of 5.70), an exit through the
+    target's final norm, by a block that takes three quarters away.
 
     `token_ids` `[draft V]` are ascending; the frozen leaves keep the target's dtype.
     """
@@ -91,14 +118,16 @@ def new_head(config: Config, target: Params, token_ids: np.ndarray, seed: int) -
     return NewHead(config, _trained(config, target, seed), frozen)
 
 
-def _trained(config: Config, target: Params, seed: int) -> HeadParams | MedusaParams:
+def _trained(config: AnyConfig, target: Params, seed: int) -> AnyParams:
     if isinstance(config, MedusaConfig):
-        n, D = config.num_heads, config.hidden_size
-        return MedusaParams(
-            blocks=tuple(jnp.zeros((D, D), jnp.float32) for _ in range(n)),
-            biases=tuple(jnp.zeros((D,), jnp.float32) for _ in range(n)),
-            lm_heads=(),
-        )
+        blocks, biases = _silent_blocks(config.num_heads, config.hidden_size)
+        return MedusaParams(blocks, biases, lm_heads=())
+    if isinstance(config, ExitsConfig):
+        blocks, biases = _silent_blocks(len(config.layers), config.hidden_size)
+        blocks = tuple(x - (1 - _VOICE) * jnp.eye(config.hidden_size) for x in blocks)
+        # A copy each: a training step donates its arrays.
+        norms = tuple(jnp.array(target.final_norm, jnp.float32) for _ in blocks)
+        return ExitsParams(norms, blocks, biases, lm_head=cast(Any, None))
     params = init_head(config, jax.random.key(seed))
     layers = tuple(
         layer.replace(o=jnp.zeros_like(layer.o), down=jnp.zeros_like(layer.down))
@@ -110,14 +139,22 @@ def _trained(config: Config, target: Params, seed: int) -> HeadParams | MedusaPa
     return params.replace(final_norm=_VOICE * target.final_norm.astype(jnp.float32))
 
 
-def whole_head(
-    config: Config, trained: HeadParams | MedusaParams, frozen: Frozen
-) -> HeadParams | MedusaParams:
+def _silent_blocks(number: int, D: int) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Matrices and biases of residual blocks that add nothing."""
+    return (
+        tuple(jnp.zeros((D, D), jnp.float32) for _ in range(number)),
+        tuple(jnp.zeros((D,), jnp.float32) for _ in range(number)),
+    )
+
+
+def whole_head(config: AnyConfig, trained: AnyParams, frozen: Frozen) -> AnyParams:
     """The parameters of inference, all in the dtype of the frozen ones."""
     cast = jax.tree.map(lambda x: x.astype(frozen.lm_head.dtype), trained)
     if isinstance(config, MedusaConfig):
         heads = (frozen.lm_head,) * config.num_heads
         return cast.replace(lm_heads=heads, token_ids=frozen.token_ids)
+    if isinstance(config, ExitsConfig):
+        return cast.replace(lm_head=frozen.lm_head, token_ids=frozen.token_ids)
     return cast.replace(embed=frozen.embed, lm_head=frozen.lm_head, token_ids=frozen.token_ids)
 
 

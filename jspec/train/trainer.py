@@ -1,5 +1,4 @@
-"""The training of a head: from a folder of states to a folder with the head, its checkpoints and
-its metrics.
+"""The training of anything: to a folder with what was trained, its checkpoints and its metrics.
 
 A run that was stopped at any point goes on from its last whole checkpoint and ends with the bits
 that it would have ended with: a step is a function of the state, the step's number and settings.
@@ -16,13 +15,12 @@ from typing import Any
 import jax
 
 from jspec.train import data
-from jspec.train.curves import MetricsFile, draw_curves, means
-from jspec.train.new_head import whole_head
+from jspec.train.curves import MetricsFile, draw_curves
 from jspec.train.saved import Checkpoints
 from jspec.train.settings import Settings, Watching
 from jspec.train.setup import Run, begin
 from jspec.train.states import TargetOfText
-from jspec.train.step import Sums, TrainState, measure_step, train_step
+from jspec.train.step import TrainState, measure_step, train_step
 
 
 def train(
@@ -42,15 +40,20 @@ def train(
 
     Raises JspecError as `setup.begin`.
     """
-    run, first = begin(target, states, folder, settings, watching or Watching())
-    checkpoints = Checkpoints(folder / "checkpoints")
+    train_to_end(*begin(target, states, folder, settings, watching or Watching()), stop_after)
+
+
+def train_to_end(run: Run, first: TrainState, stop_after: int | None = None) -> None:
+    """`run.folder` holds what was trained (`run.product`), as `train` says; `first` is the state
+    before the first step."""
+    checkpoints = Checkpoints(run.folder / "checkpoints")
     start, state = checkpoints.latest(first, run.watching.report) or (0, first)
-    metrics = MetricsFile(folder / "metrics.jsonl", start)
-    last = settings.steps if stop_after is None else min(stop_after, settings.steps)
+    metrics, steps = MetricsFile(run.folder / "metrics.jsonl", start), run.settings.steps
+    last = steps if stop_after is None else min(stop_after, steps)
     state = _steps(run, run.replicated(state), range(start, last), checkpoints, metrics)
-    if last == settings.steps:
+    if last == steps:
         best = metrics.best_step()
-        if best is not None and best < settings.steps:
+        if best is not None and best < steps:
             state = checkpoints.load(best, first)
         _export(run, state)
 
@@ -68,7 +71,7 @@ def _steps(
     sums, clock = None, time.perf_counter()
     for done, rows in zip(steps, data.from_step(batches, steps.start), strict=False):
         watching.progress("training", done, settings.steps)
-        sums = sums or run.replicated(Sums.zero(settings.unroll))
+        sums = sums or run.replicated(run.objective.zero())
         state, sums = train_step(
             run.objective, run.optimiser, state, sums, run.frozen, run.batch(rows)
         )
@@ -89,41 +92,38 @@ def _steps(
     return state
 
 
-def _logged(run: Run, state: TrainState, sums: Sums, seconds: float) -> dict[str, Any]:
+def _logged(run: Run, state: TrainState, sums: Any, seconds: float) -> dict[str, Any]:
     """The line of metrics of what was learned since the last."""
     found = jax.device_get(sums)
     return {
         "step": int(state.step),
         "tokens": int(state.tokens),
-        **means(found),
+        **found.means(),
         "tokens_per_second": round(float(found.tokens) / seconds, 1),
     }
 
 
 def _measured(run: Run, state: TrainState, held_out: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line of metrics of an evaluation; `head/` is the head that was evaluated."""
-    sums = run.replicated(Sums.zero(run.settings.unroll))
+    """The line of metrics of an evaluation; the product is what was evaluated."""
+    objective = run.objective.measured()
+    sums = run.replicated(objective.zero())
     for number, rows in enumerate(held_out):
         run.watching.progress("evaluating", number, len(held_out))
-        sums = measure_step(run.objective, state.trained, sums, run.frozen, run.batch(rows))
+        sums = measure_step(objective, state.trained, sums, run.frozen, run.batch(rows))
     line = {
         "step": int(state.step),
         "tokens": int(state.tokens),
-        "held_out": means(jax.device_get(sums)),
+        "held_out": jax.device_get(sums).means(),
     }
     run.watching.progress("evaluating", len(held_out), len(held_out))
     _export(run, state)
     if run.watching.evaluator is not None:
-        line["engine"] = run.watching.evaluator(run.folder / "head")
+        line["engine"] = run.watching.evaluator(run.folder / run.product)
     return line
 
 
 def _export(run: Run, state: TrainState) -> None:
-    """`head/` is the head of `state`, in the target's dtype."""
-    import checkpoints  # late: brings transformers' names along
-
-    folder, config = run.folder / "head", run.objective.config
-    head = whole_head(config, jax.device_get(state.trained), run.frozen)
+    """The product is that of `state`."""
+    folder = run.folder / run.product
     shutil.rmtree(folder, ignore_errors=True)
-    shares = True if run.settings.family == "medusa" else None
-    checkpoints.save_head(folder, config, head, shares_lm_head=shares)
+    run.export(folder, jax.device_get(state.trained))

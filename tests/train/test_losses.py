@@ -10,8 +10,15 @@ from tiny_training import CONFIG
 
 from jspec.errors import JspecError
 from jspec.train import losses
-from jspec.train.curves import means
-from jspec.train.losses import smooth_l1, soft_cross_entropy, step_weights
+from jspec.train.losses import (
+    Lesson,
+    certain_law,
+    cross_entropy,
+    smooth_l1,
+    soft_cross_entropy,
+    step_weights,
+    target_law,
+)
 from jspec.train.new_head import draft_vocabulary, head_config
 from jspec.train.step import Sums
 
@@ -56,6 +63,36 @@ def test_gradient_is_that_of_plain_autodiff(monkeypatch, chunk, groups):
     np.testing.assert_allclose(ours(outputs), theirs(outputs), rtol=1e-5)
 
 
+def test_gradients_where_the_output_head_learns_and_rows_stand_for_several_tokens():
+    """Against plain autodiff over a vocabulary in which those rows are there several times."""
+    keys = jax.random.split(jax.random.key(1), 5)
+    outputs, lm_head = jax.random.normal(keys[0], (1, 2, 6, 3)), jax.random.normal(keys[1], (4, 3))
+    target, teacher = jax.random.normal(keys[2], (2, 6, 5)), jax.random.normal(keys[3], (4, 5))
+    weights = jax.random.uniform(keys[4], (1, 2, 6)).at[0, 1].set(0)
+    lesson = Lesson(target, teacher, jnp.array([1.0, 1.0, 3.0, 2.0]))
+    rows = np.array([0, 1, 2, 2, 2, 3, 3])
+
+    def ours(outputs, lm_head):
+        return 2 * cross_entropy(outputs, lm_head, lesson, weights, law=target_law)[0][0]
+
+    def theirs(outputs, lm_head):
+        law = jax.nn.softmax(target @ teacher[rows].T)
+        logs = jax.nn.log_softmax(outputs @ lm_head[rows].T)
+        return -2 * jnp.sum(weights[..., None] * law * logs)
+
+    for mine, reference in zip(
+        jax.tree.leaves(jax.value_and_grad(ours, (0, 1))(outputs, lm_head)),
+        jax.tree.leaves(jax.value_and_grad(theirs, (0, 1))(outputs, lm_head)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_a_certain_law():
+    law = certain_law(jnp.array([3, 9]), jnp.array([1, 3, 4]))
+    assert law.tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
 def test_smooth_l1_by_hand():
     carried = jnp.array([[[0.5, 3.0], [1.0, -1.0]]])
     weights = jnp.array([[2.0, 1.0]])
@@ -71,7 +108,7 @@ def test_steps_weigh_less_and_less():
 def test_means_of_sums():
     numbers = ((6, 2), (3, 2), (4, 1), (2, 1), (2, 0), (4, 2))
     sums = Sums(*(np.array(pair, np.float32) for pair in numbers), np.int32(9))
-    assert means(sums) == {
+    assert sums.means() == {
         "logit_loss": [2.0, 1.0],
         "hidden_loss": [1.0, 0.5],
         "agreement": [0.5, 0.5],

@@ -73,11 +73,33 @@ def test_from_prompts_to_a_head(run, root):
     *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     assert last["step"] == 4
     assert last["engine"]["length"] >= 1
+    behind = ["exits", "--layers", "1", "--states", states, "--out", root / "exits"]
+    wanted = "error: {}: has no states of tap 1, which this family reads; make them with --taps 1\n"
+    assert run(*behind, *small) == (2, "", wanted.format(states))
+    made = ["states", "--text", text, "--out", root / "deep", "--taps", "1"]
+    assert run(*made)[0] == 0
+    behind[4] = root / "deep"
+    short = ["--steps", 2, "--warmup", 1]
+    said = f"wrote {root / 'exits' / 'head'}\n"
+    assert run(*behind, *small, *short, *watched) == (0, said, "")
+    *_, last = map(json.loads, (root / "exits" / "metrics.jsonl").read_text().splitlines())
+    assert len(last["engine"]["acceptance"]) == 1
     evaluated = ["evaluate", "--head", out / "head", "--prompts", prompts]
     code, shown, err = run(*evaluated, "--model", root / "model", "--max-tokens", 4)
     assert (code, err) == (0, "")
     assert shown.splitlines()[0].startswith("8 prompts, ")
     assert [line.split()[0] for line in shown.splitlines()[4:]] == ["1", "2", "3", "4"]
+    narrow = ["--hidden-size", 8, "--heads", 2, "--kv-heads", 1, "--mlp-size", 8, "--others", 9]
+    short = ["--steps", 2, "--warmup", 1]
+    distilled = ["draft", "--states", states, "--out", root / "draft", *small, *short, *narrow]
+    assert run(*distilled, *watched) == (0, f"wrote {root / 'draft' / 'model'}\n", "")
+    *_, last = map(json.loads, (root / "draft" / "metrics.jsonl").read_text().splitlines())
+    assert last["engine"]["length"] >= 1
+    skipping = ["layerskip", "--text", text, "--out", root / "skip", *small[:4], *short]
+    exits = ["--eval-exit", 1, *watched]
+    assert run(*skipping, *exits) == (0, f"wrote {root / 'skip' / 'model'}\n", "")
+    *_, last = map(json.loads, (root / "skip" / "metrics.jsonl").read_text().splitlines())
+    assert last["engine"]["length"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -92,6 +114,13 @@ def test_from_prompts_to_a_head(run, root):
         ),
         (["head", "--states", "s", "--out", "x", "--mesh", "model=2"], "error: mesh 'model=2'"),
         (["head", "--states", "s", "--out", "x", "--family", "hydra"], "Usage"),
+        (
+            ["exits", "--states", "s", "--out", "x", "--layers", "2,last"],
+            "error: layers '2,last': give numbers of layers, as 4,8,12",
+        ),
+        (["draft", "--states", "/no/states", "--out", "x"], "error: /no/states: no settings.json"),
+        (["layerskip", "--text", "/no/text", "--out", "x"], "error: /no/text: no settings.json"),
+        (["layerskip", "--text", "t", "--out", "x", "--dropout", "1"], "error: dropout is 1.0"),
         (["head", "--wrong"], "Usage"),
         (["head"], "Usage"),
     ],
