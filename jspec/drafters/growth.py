@@ -7,6 +7,8 @@ certain (`Draft.probs` is None). Knows nothing of what scores.
   a level, then keeps the most probable nodes of all; a node's probability is that of its path.
 - `StaticTree` (EAGLE, arXiv 2401.15077; Medusa, 2401.10774): the same nodes whatever the scores,
   each named by its ranks: (1, 0) is the best child of the second best token.
+
+`pruned` makes a draft of candidates of which some are missing or stand there twice.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jax import Array
 
 from jspec.drafters.base import Draft
 from jspec.errors import JspecError
-from jspec.tree import Tree
+from jspec.tree import Tree, ancestors, depths_of, paths_to
 
 Expand = Callable[[Any, Array, Array], tuple[Array, Any]]
 """`(memory, tokens [B, W], parents [B, W]) -> logits [B, W, V], memory`: reads W more nodes. They
@@ -155,6 +157,12 @@ class StaticTree:
         return 1 + max(map(max, self.paths))
 
     @property
+    def parents(self) -> tuple[int, ...]:
+        """The number of the node above each path, 0 for the last committed token."""
+        number = {path: i for i, path in enumerate([(), *self.paths])}
+        return tuple(number[path[:-1]] for path in self.paths)
+
+    @property
     def num_read(self) -> int:
         """Nodes that `Expand` reads in all."""
         return len(self._read())
@@ -167,7 +175,6 @@ class StaticTree:
     def grow(self, logits: Array, memory: Any, expand: Expand) -> tuple[Draft, Any]:
         """The draft behind the last committed token, whose `logits` are `[B, V]`."""
         B, read = logits.shape[0], self._read()
-        number = {path: i for i, path in enumerate([(), *self.paths])}
 
         def everywhere(values: Sequence[int]) -> Array:
             return jnp.broadcast_to(jnp.array(values, jnp.int32), (B, len(values)))
@@ -184,8 +191,7 @@ class StaticTree:
                 tokens = levels[-1][:, np.array([here.index(path) for path in open_paths])]
                 above = [read.index(p[:-1]) if depth > 1 else -1 for p in open_paths]
                 scored, memory = expand(memory, tokens, everywhere(above))
-        parents = everywhere([number[path[:-1]] for path in self.paths])
-        return _draft(self, jnp.concatenate(levels, axis=1), parents), memory
+        return _draft(self, jnp.concatenate(levels, axis=1), everywhere(self.parents)), memory
 
 
 TreeShape = DynamicTree | StaticTree
@@ -198,6 +204,34 @@ def check_ranks(tree: TreeShape, draft_vocab_size: int) -> None:
             f"a tree with {tree.num_ranks} children of a node: the head knows "
             f"{draft_vocab_size} tokens"
         )
+
+
+def pruned(tokens: Array, tree: Tree) -> tuple[Draft, Array]:
+    """The draft of those candidates `tokens` `[B, P]` that are there, and the node `[B, P]` of the
+    block that each has become, -1 if none.
+
+    A negative token is missing, and so is all below it. Equal children of a node become one, which
+    has what hangs below them all.
+
+        tokens x y -1 x u v w, parents 0 0 0 0 2 4 1: x y u v w, parents 0 0 2 1 1
+    """
+    is_ancestor = ancestors(tree)
+    depths = depths_of(is_ancestor)
+    paths = paths_to(tree, is_ancestor, tokens)
+    paths = jnp.where(jnp.arange(tree.depth) < depths[..., None], paths, 0)
+    there = jnp.all(paths >= 0, axis=-1)
+    named = jnp.concatenate([paths, depths[..., None]], axis=-1)
+    equal = jnp.all(named[:, :, None] == named[:, None], axis=-1)
+    first = jnp.argmax(equal, axis=-1)
+    kept = there & (first == jnp.arange(first.shape[1]))
+    number = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+    number = jnp.where(there, jnp.take_along_axis(number, first, axis=1), -1)
+    order = jnp.argsort(~kept[:, 1:], axis=1, stable=True)  # those that are there come first
+    above = jnp.take_along_axis(number, jnp.take_along_axis(tree.parents, order, axis=1), axis=1)
+    tokens = jnp.maximum(jnp.take_along_axis(tokens, order, axis=1), 0)
+    num_drafted = jnp.sum(kept[:, 1:], axis=1, dtype=jnp.int32)
+    draft = Draft(tokens, None, num_drafted, tree.replace(parents=jnp.maximum(above, 0)))
+    return draft, number[:, 1:]
 
 
 def _draft(shape: TreeShape, tokens: Array, parents: Array) -> Draft:

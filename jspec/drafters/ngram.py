@@ -9,7 +9,7 @@ The whole search is a few vector comparisons over the token buffer, on the devic
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,45 @@ from jax import Array
 
 from jspec.drafters.base import Context, Draft, Passage
 from jspec.errors import JspecError
+
+
+class Lookup(Protocol):
+    """Settings of a drafter that follows earlier text."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_speculative_tokens(self) -> int: ...
+
+    @property
+    def min_match(self) -> int: ...
+
+    @property
+    def growth(self) -> int: ...
+
+
+def check_lookup(settings: Lookup, most: int | None = None) -> None:
+    """Raises where the settings make no sense, or no match of `most` tokens could be worth it."""
+    least, growth = settings.min_match, settings.growth
+    if least < 1 or (most is not None and least > most):
+        allowed = "at least 1" if most is None else f"from 1 to {most}"
+        raise JspecError(f"{settings.name}: min_match={least}: must be {allowed}")
+    if growth < 0:
+        raise JspecError(f"{settings.name}: growth={growth} must not be negative")
+
+
+def continuation(tokens: Array, length: Array, end: Array, count: int) -> Array:
+    """The `count` tokens behind place `end` of a row's `tokens` `[S]`. Beyond the last token the
+    match goes on into its own continuation, period by period."""
+    period = jnp.maximum(length - 1 - end, 1)
+    return tokens[end + 1 + jnp.arange(count, dtype=jnp.int32) % period]
+
+
+def num_worth(settings: Lookup, match: Array) -> Array:
+    """How many tokens a match of `match` tokens drafts."""
+    worth = jnp.minimum(1 + settings.growth * (match - 1), settings.num_speculative_tokens)
+    return jnp.where(match >= settings.min_match, worth, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +75,10 @@ class NgramDrafter:
     """How many of the last tokens to search; None: all."""
     name: str = "ngram"
     taps: tuple[int, ...] = ()
+    num_best: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_match <= self.max_match:
-            raise JspecError(
-                f"ngram: min_match={self.min_match}: must be from 1 to {self.max_match}"
-            )
-        if self.growth < 0:
-            raise JspecError(f"{self.growth=} must not be negative")
+        check_lookup(self, self.max_match)
 
     @property
     def num_draft_nodes(self) -> int:
@@ -66,15 +101,11 @@ class NgramDrafter:
 
     def _propose_row(self, tokens: Array, length: Array) -> Draft:
         """`tokens` `[S]`, `length` scalar."""
-        K = self.num_speculative_tokens
         match = self.match_lengths(tokens, length)
         latest_longest = match * tokens.shape[0] + jnp.arange(tokens.shape[0])
         end = jnp.argmax(latest_longest)
-        # Beyond the last token the match goes on into its own continuation, period by period.
-        period = jnp.maximum(length - 1 - end, 1)
-        draft = tokens[end + 1 + jnp.arange(K, dtype=jnp.int32) % period]
-        worth = jnp.minimum(1 + self.growth * (match[end] - 1), K)
-        return Draft(draft, None, jnp.where(match[end] >= self.min_match, worth, 0))
+        draft = continuation(tokens, length, end, self.num_speculative_tokens)
+        return Draft(draft, None, num_worth(self, match[end]))
 
     def match_lengths(self, tokens: Array, length: Array) -> Array:
         """`[S]`: how many tokens up to each one equal the row's last tokens, 0..max_match."""

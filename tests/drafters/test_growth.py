@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.drafters.growth import DynamicTree, StaticTree, check_ranks
+from jspec.drafters.growth import DynamicTree, StaticTree, check_ranks, pruned
 from jspec.errors import JspecError
+from jspec.tree import Tree
 
 V, NUM_LAWS, ROWS = 7, 64, 4
 NO = -np.inf
@@ -176,3 +177,26 @@ def test_a_tree_with_more_children_than_the_head_knows_tokens_is_refused():
         check_ranks(DynamicTree(2, 4, 5), 3)
     with pytest.raises(JspecError, match="6 children"):
         check_ranks(StaticTree(((0,), (5,))), 3)
+
+
+def test_what_is_missing_or_stands_twice_is_pruned():
+    """Of x y - x u v w, where u hangs below y, v below the second x, w below the first."""
+    parents = jnp.array([[0, 0, 0, 0, 2, 4, 1, 3]])
+    tokens = jnp.array([[30, 31, -1, 30, 40, 41, 42, 43]])
+    draft, node = pruned(tokens, Tree(parents, depth=2, branching=4))
+    assert draft.num_drafted.tolist() == [5]
+    assert draft.tokens[0, :5].tolist() == [30, 31, 40, 41, 42]
+    assert draft.tree.parents[0, :5].tolist() == [0, 0, 2, 1, 1]
+    assert node.tolist() == [[1, 2, -1, 1, 3, 4, 5, -1]]
+    assert int(draft.tokens.min()) >= 0
+    assert int(draft.tree.parents.min()) >= 0
+
+
+def test_equal_tokens_of_different_nodes_stay():
+    parents = jnp.array([[0, 0, 1, 2], [0, 1, 2, 3]])
+    tokens = jnp.array([[5, 6, 7, 7], [5, 5, 5, 5]])
+    draft, node = pruned(tokens, Tree(parents, depth=4, branching=2))
+    assert draft.num_drafted.tolist() == [4, 4]
+    assert draft.tokens.tolist() == tokens.tolist()
+    assert draft.tree.parents.tolist() == parents.tolist()
+    assert node.tolist() == [[1, 2, 3, 4]] * 2
