@@ -19,6 +19,7 @@ from jspec.attention import attend
 from jspec.cache import Cache, CacheSpec
 from jspec.config import ModelConfig
 from jspec.params import LayerParams, Params
+from jspec.quantised import QuantisedWeight, quantised_product
 from jspec.rope import apply_rope
 
 
@@ -50,6 +51,10 @@ class Model:
     eos_token_ids: tuple[int, ...] = ()
     config: ModelConfig | None = None
     """Of a model whose parameters are a `params.Params`, for what builds on them (draft heads)."""
+    forward_from: Callable[[Any, tuple[Array, ...], Cache], Output] | None = None
+    """`forward` from the middle on, for what takes tokens through the first layers itself: the
+    residual streams `[B, T, D]` at the inputs of layers 0 to i, in place of tokens, are handed on
+    as taps, and layer i is the first to run. None: the model runs as a whole only."""
 
 
 @functools.cache
@@ -62,17 +67,24 @@ def llama(config: ModelConfig) -> Model:
         cache_spec=CacheSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
         eos_token_ids=config.eos_token_ids,
         config=config,
+        forward_from=functools.partial(forward_from, config=config),
     )
 
 
 def forward(params: Params, tokens: Array, cache: Cache, *, config: ModelConfig) -> Output:
     """The whole model over `tokens` `[B, T]`, which stand behind those in flight in `cache`."""
-    hidden = embed(params, tokens)
-    taps, hidden, cache = forward_layers(
-        params, config, hidden, cache, layers=range(config.num_hidden_layers)
-    )
-    final = rms_norm(hidden, params.final_norm, config.rms_norm_eps)
-    return Output(unembed(params, final), (*taps, final), cache)
+    return forward_from(params, (embed(params, tokens),), cache, config=config)
+
+
+def forward_from(
+    params: Params, hidden: tuple[Array, ...], cache: Cache, *, config: ModelConfig
+) -> Output:
+    """The rest of the model behind the inputs `[B, T, D]` of its first layers, the last of which
+    has not run yet; the block of `cache` holds keys and values of those that have."""
+    layers = range(len(hidden) - 1, config.num_hidden_layers)
+    hidden, cache = forward_layers(params, config, hidden, cache, layers=layers)
+    final = rms_norm(hidden[-1], params.final_norm, config.rms_norm_eps)
+    return Output(unembed(params, final), (*hidden[:-1], final), cache)
 
 
 def embed(params: Params, tokens: Array) -> Array:
@@ -83,18 +95,17 @@ def embed(params: Params, tokens: Array) -> Array:
 def unembed(params: Params, final: Array) -> Array:
     """Logits `[B, T, V]` float32 of normed hidden states `[B, T, D]`."""
     head = params.embed if params.lm_head is None else params.lm_head
-    return jnp.einsum("BTD,VD->BTV", final, head, preferred_element_type=jnp.float32)
+    return linear(final, head, None, dtype=jnp.float32)
 
 
 def forward_layers(
-    params: Params, config: ModelConfig, hidden: Array, cache: Cache, *, layers: range
-) -> tuple[tuple[Array, ...], Array, Cache]:
-    """Runs a range of layers; returns the inputs of each, the output of the last, the cache."""
-    taps = []
+    params: Params, config: ModelConfig, hidden: tuple[Array, ...], cache: Cache, *, layers: range
+) -> tuple[tuple[Array, ...], Cache]:
+    """Runs a range of layers on the last of `hidden`, and puts the output of each behind it."""
     for i in layers:
-        taps.append(hidden)
-        hidden, cache = decoder_layer(params.layers[i], config, hidden, cache, i)
-    return tuple(taps), hidden, cache
+        output, cache = decoder_layer(params.layers[i], config, hidden[-1], cache, i)
+        hidden = (*hidden, output)
+    return hidden, cache
 
 
 def decoder_layer(
@@ -157,14 +168,27 @@ def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
     return normed.astype(x.dtype) * scale
 
 
-def linear(x: Array, weight: Array, bias: Array | None, *, inputs: int = 1) -> Array:
+def linear(
+    x: Array,
+    weight: Array | QuantisedWeight,
+    bias: Array | None,
+    *,
+    inputs: int = 1,
+    dtype: Any = None,
+) -> Array:
     """`x @ weight.T + bias` over the last `inputs` axes of both; the other axes of `weight` are
-    the output's. Done as one matrix product: XLA would transpose a weight of three axes."""
+    the output's, whose type is `dtype` (None: that of `x`). Done as one matrix product: XLA would
+    transpose a weight of three axes."""
     leading, outer = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
-    flat = jax.lax.dot_general(
-        x.reshape(*leading, -1),
-        weight.reshape(math.prod(outer), -1),
-        (((len(leading),), (1,)), ((), ())),
-    )
+    rows = x.reshape(*leading, -1)
+    if isinstance(weight, QuantisedWeight):
+        flat = quantised_product(rows, weight, dtype or x.dtype)
+    else:
+        flat = jax.lax.dot_general(
+            rows,
+            weight.reshape(math.prod(outer), -1),
+            (((len(leading),), (1,)), ((), ())),
+            preferred_element_type=dtype,
+        )
     out = flat.reshape(*leading, *outer)
     return out if bias is None else out + bias
