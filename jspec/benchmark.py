@@ -266,30 +266,21 @@ def median_context(samples: Sequence[Sample]) -> int:
 def load_engines(settings: Settings, progress: Progress) -> dict[str, Any]:
     """Drafter -> engine, plain decoding first; all share the weights of the target."""
     progress("starting", 0, 0)
-    from jspec import loading  # late: JAX is slow
+    from jspec.drafter_loading import dynamic_tree  # late: JAX is slow
     from jspec.llm import LLM, enable_compilation_cache
 
     enable_compilation_cache()
     K = settings.num_speculative_tokens
-    tree = loading.dynamic_tree(K, settings.tree_width, settings.tree_nodes)
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "max_num_seqs": 1,
-        "progress": progress,
-    }
+    options: dict[str, Any] = {"dtype": settings.dtype, "max_num_seqs": 1, "progress": progress}
     plain = LLM(settings.model, drafter=PLAIN, **options)
-    shared = {"model": plain.model, "params": plain.params[0], "tokenizer": plain.tokenizer}
+    drafting = {
+        "num_speculative_tokens": K,
+        "tree": dynamic_tree(K, settings.tree_width, settings.tree_nodes),
+    }
     names = [name for name in dict.fromkeys(settings.drafters) if name != PLAIN]
     engines = {PLAIN: plain}
     for name in names:
-        drafter, drafting = loading.suited(name, loading.Drafting(K, tree), settings.model)
-        engines[name] = LLM(
-            **shared,
-            drafter=drafter,
-            num_speculative_tokens=drafting.num_speculative_tokens,
-            tree=drafting.tree,
-            **options,
-        )
+        engines[name] = LLM(plain, drafter=name, **drafting, **options)
     progress("starting", 1, 1)
     return engines
 

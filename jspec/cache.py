@@ -63,6 +63,13 @@ class Cache(flax.struct.PyTreeNode):
     as there are block tokens before it, a chain."""
     mask: Array | None = None
     """`[B, T, T]` bool: which block tokens each of them sees; None: those before it and itself."""
+    held: Array | None = None
+    """`[B, R]` bool: which of the first R block tokens stand (see `hold`); None: R = 0."""
+
+    @property
+    def num_held(self) -> int:
+        """R: tokens of the block that an open one stands behind."""
+        return 0 if self.held is None else self.held.shape[1]
 
     @property
     def capacity(self) -> int:
@@ -131,14 +138,75 @@ def open_block(
     cache: Cache, width: int, *, depths: Array | None = None, mask: Array | None = None
 ) -> Cache:
     """The cache with an empty block that has room for `width` tokens in flight: a chain, or what
-    `depths` `[B, width]` and `mask` `[B, width, width]` say."""
+    `depths` `[B, width]` and `mask` `[B, width, width]` say. It stands behind the tokens that the
+    cache holds (see `hold`)."""
     batch = cache.table.shape[0]
+    room = tuple(
+        KeysValues(*(jnp.zeros((batch, width, *x.shape[2:]), x.dtype) for x in kv))
+        for kv in cache.pages
+    )
+    if cache.held is None:
+        return cache.replace(block=room, in_flight=0, depths=depths, mask=mask)
+    assert cache.depths is not None
+    held, index = cache.held, jnp.arange(width, dtype=jnp.int32)
+    own_depths = jnp.broadcast_to(index, (batch, width)) if depths is None else depths
+    own_mask = jnp.broadcast_to(index <= index[:, None], (batch, width, width))
+    seen = jnp.broadcast_to(held[:, None], (batch, width, held.shape[1]))
+    rows = jnp.concatenate([seen, own_mask if mask is None else mask], axis=2)
+    before = jnp.sum(held, axis=1, dtype=jnp.int32)[:, None]
+    return cache.replace(
+        block=jax.tree.map(_behind, cache.block, room),
+        in_flight=held.shape[1],
+        depths=_behind(cache.depths, before + own_depths),
+        mask=jnp.pad(rows, [(0, 0), (held.shape[1], 0), (0, 0)]),
+    )
 
-    def room(pages: Array) -> Array:
-        return jnp.zeros((batch, width, *pages.shape[2:]), pages.dtype)
 
-    block = tuple(KeysValues(room(kv.keys), room(kv.values)) for kv in cache.pages)
-    return cache.replace(block=block, in_flight=0, depths=depths, mask=mask)
+def hold(cache: Cache, block: tuple[KeysValues, ...], count: Array) -> Cache:
+    """The cache with tokens in flight that stand until further notice, behind those that do
+    already: the first `count[b]` of `block`, keys and values `[B, R, Nkv, H]` of the layers that
+    they have been through. Blocks that are opened later stand behind them; `commit` of what such
+    a block becomes is not for this cache, whose pages know none of it.
+    """
+    batch, width = count.size, block[0].keys.shape[1]
+    index = jnp.arange(width, dtype=jnp.int32)
+    stand, depths = index < count[:, None], jnp.broadcast_to(index, (batch, width))
+    room = tuple(
+        KeysValues(*(jnp.zeros((batch, width, *x.shape[2:]), x.dtype) for x in kv))
+        for kv in cache.pages[len(block) :]
+    )
+    new = (*block, *room)
+    if cache.held is not None:
+        assert cache.depths is not None
+        before = jnp.sum(cache.held, axis=1, dtype=jnp.int32)[:, None]
+        new = jax.tree.map(_behind, cache.block, new)
+        stand, depths = _behind(cache.held, stand), _behind(cache.depths, before + depths)
+    return cache.replace(block=new, held=stand, depths=depths, in_flight=stand.shape[1])
+
+
+def newest_keys(cache: Cache, layer: int) -> Array:
+    """`[B, Nkv, H]`: a layer's keys of the last token that a row holds or has committed; zeros
+    where there is none."""
+    slot = cache.lengths - 1
+    page = jnp.take_along_axis(cache.table, slot[:, None] // cache.page_size, 1, mode="clip")[:, 0]
+    committed = cache.pages[layer].keys[page, slot % cache.page_size]
+    committed = jnp.where((slot >= 0)[:, None, None], committed, jnp.zeros_like(committed))
+    if cache.held is None:
+        return committed
+    index = jnp.arange(cache.held.shape[1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(cache.held, index, -1), axis=1)
+    block = cache.block[layer].keys
+    held = jnp.take_along_axis(block, jnp.maximum(last, 0)[:, None, None, None], axis=1)[:, 0]
+    return jnp.where((last >= 0)[:, None, None], held, committed)
+
+
+def own_block(cache: Cache) -> tuple[KeysValues, ...]:
+    """The open block without the tokens that it stands behind."""
+    return jax.tree.map(lambda x: x[:, cache.num_held :], cache.block)
+
+
+def _behind(first: Array, second: Array) -> Array:
+    return jnp.concatenate([first, second], axis=1)
 
 
 def append(cache: Cache, layer: int, keys: Array, values: Array) -> Cache:

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from jspec.config import DEFAULT_MODEL
 from jspec.errors import JspecError
-from jspec.train import commands
+from jspec.train import commands, model_commands
 
 
 class DType(enum.StrEnum):
@@ -34,6 +34,12 @@ class Verification(enum.StrEnum):
 
     rejection = "rejection"
     coupled = "coupled"
+
+
+class Suite(enum.StrEnum):
+    """Comparisons that choose their drafters themselves."""
+
+    hierarchy = "hierarchy"
 
 
 class _Commands(TyperGroup):
@@ -57,6 +63,8 @@ app = typer.Typer(
 )
 
 app.add_typer(commands.app, name="train")
+commands.app.command()(model_commands.draft)
+commands.app.command()(model_commands.layerskip)
 
 Model = Annotated[
     str, typer.Option(help="A packaged name, a local folder, a hub id or a GGUF file.")
@@ -139,7 +147,7 @@ def generate(
     text = _read_prompt(prompt)
     with terminal.Steps() as steps, terminal.sure_interrupt(steps):
         steps.update("starting", 0, 0)
-        from jspec import loading
+        from jspec import drafter_loading
         from jspec.llm import LLM, SamplingParams, enable_compilation_cache
 
         # Before the model, so that a wrong value does not wait for a download.
@@ -162,7 +170,7 @@ def generate(
             model,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
-            tree=loading.dynamic_tree(num_speculative_tokens, tree_width, tree_nodes),
+            tree=drafter_loading.dynamic_tree(num_speculative_tokens, tree_width, tree_nodes),
             dtype=dtype.value,
             progress=steps.update,
             report=steps.say,
@@ -235,10 +243,21 @@ def bench(
     peer: Annotated[
         str | None, typer.Option(help="Command of another engine to time in turn with this one.")
     ] = None,
+    suite: Annotated[
+        Suite | None,
+        typer.Option(help="hierarchy: early exits, cascades and their relatives, chosen here."),
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Of a suite.")] = "1,2,4,8,16",
 ) -> None:
     """Time drafters against plain decoding, prompt by prompt in turn."""
     from jspec import benchmark, terminal
 
+    if json_out is not None:
+        _check_writable(json_out)
+    if suite is not None:
+        options = {"model": model, "dtype": dtype.value, "max_tokens": max_tokens, "limit": limit}
+        _bench_hierarchy(prompts, _numbers("--batch-sizes", batch_sizes), options, json_out)
+        return
     settings = benchmark.Settings(
         prompts=str(prompts),
         model=model,
@@ -256,8 +275,6 @@ def bench(
     questions = benchmark.select_prompts(
         benchmark.load_prompts(prompts), settings.categories, settings.limit
     )
-    if json_out is not None:
-        _check_writable(json_out)
     with terminal.Steps() as steps:
         with terminal.sure_interrupt(steps):
             engines = benchmark.load_engines(settings, steps.update)
@@ -267,6 +284,62 @@ def bench(
         benchmark.write_json(report, json_out)
     if report.stopped_by is not None:
         raise report.stopped_by
+
+
+def _bench_hierarchy(
+    prompts: Path, batch_sizes: tuple[int, ...], options: dict[str, Any], json_out: Path | None
+) -> None:
+    from jspec import benchmark, terminal
+
+    questions = benchmark.select_prompts(benchmark.load_prompts(prompts), limit=options["limit"])
+    with terminal.Steps() as steps, terminal.sure_interrupt(steps):
+        steps.update("starting", 0, 0)
+        from jspec import hierarchy, hierarchy_table
+
+        settings = hierarchy.Settings(str(prompts), batch_sizes=batch_sizes, **options)
+        report = hierarchy.run(settings, questions, steps.update)
+    hierarchy_table.print_report(report)
+    if json_out is not None:
+        hierarchy.write_json(report, json_out)
+
+
+@app.command()
+def calibrate(
+    prompts: Annotated[Path, typer.Option(help="Questions in the format of Spec-Bench (jsonl).")],
+    model: Model = DEFAULT_MODEL,
+    exits: Annotated[
+        str | None,
+        typer.Option(help="Trained exits; own: the model's own norm and output head."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 96,
+    dtype: ComputeType = DType.bfloat16,
+) -> None:
+    """Choose early exits, their K and window for this model on this machine."""
+    from jspec import benchmark, terminal
+
+    questions = benchmark.load_prompts(prompts)
+    chosen = questions[:: max(1, len(questions) // limit)][:limit]
+    with terminal.Steps() as steps, terminal.sure_interrupt(steps):
+        steps.update("starting", 0, 0)
+        from jspec import calibrate, hierarchy, hierarchy_table
+        from jspec.llm import LLM, enable_compilation_cache
+
+        enable_compilation_cache()
+        llm = LLM(model, drafter="none", dtype=dtype.value, progress=steps.update)
+        ids = [llm.chat_prompt([{"role": "user", "content": q.text}]) for q in chosen]
+        found = calibrate.calibrate(
+            llm, ids, exits=exits, max_tokens=max_tokens, progress=steps.update
+        )
+    hierarchy_table.print_choice(hierarchy.best_plans(found), found)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Of `1,2,4`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise JspecError(f"{option} {text!r}: give numbers from 1 up, as 1,4,16")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _check_writable(path: Path) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -26,16 +26,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import cache as cache_lib
-from jspec.cache import PAGE_AXES, Cache, KeysValues
+from jspec.cache import PAGE_AXES, Cache
+from jspec.check import Checked, check, reading_of
 from jspec.drafters.base import Context, Draft, Drafter, Passage
 from jspec.errors import JspecError
-from jspec.logprobs import TokenLogprobs, no_logprobs, score, score_raw
+from jspec.logprobs import TokenLogprobs, no_logprobs, score_raw
 from jspec.model import Model, Output
 from jspec.params import LeafSpec
 from jspec.prefill import prefill
-from jspec.sampling import Prefix, Sampling, chain_prefix
-from jspec.tree import Tree, along, ancestors, depths_of, paths_to
-from jspec.verify import Verdict, verify
+from jspec.sampling import Sampling
+from jspec.tree import ancestors, depths_of
+from jspec.verify import Rule, Verdict, verify
 
 
 class Finish(enum.IntEnum):
@@ -65,8 +66,20 @@ class DecodeConfig:
     """Tokens a row of a pass over prompts, less where many rows share it (see `prefill`)."""
     max_logprobs: int = 0
     """Most probable tokens to keep the log probabilities of, at each token."""
+    rule: Rule = verify
+    """What judges drafts. Any other than `verify` is lossy."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """What is emitted need not have the target's law."""
+        return self.rule is not verify
 
     def __post_init__(self) -> None:
+        if self.is_lossy and not self.drafter.name.startswith("lossy"):
+            raise JspecError(
+                f"the drafter {self.drafter.name} is lossless: a lossy rule is for drafters whose "
+                'names begin with "lossy"'
+            )
         drafted = self.drafter.num_draft_nodes
         if not self.widths or list(self.widths) != sorted(set(self.widths)):
             raise JspecError(f"block widths {self.widths} must ascend")
@@ -153,7 +166,12 @@ def read_prompts(
         drafter, logprobs = seen
         places = jnp.clip(slots + 1, 0, nowhere - 1)
         tokens = jnp.take_along_axis(state.tokens, places, axis=1)
-        passage = Passage(tokens, tuple(out.hidden[i] for i in config.drafter.taps), count)
+        features = tuple(out.hidden[i] for i in config.drafter.taps)
+        reading = None
+        if config.drafter.num_best:
+            chunk = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
+            reading = reading_of(chunk, out.logits, count, config.drafter.num_best)
+        passage = Passage(tokens, features, count, reading)
         drafter = config.drafter.read(drafter_params, drafter, context, passage)
         if scored:
             counts = jnp.arange(slots.shape[1]) < count[:, None]
@@ -218,7 +236,9 @@ def cut(state: DecodeState, keep: Array, finish: Array) -> DecodeState:
 
 
 def _context(state: DecodeState) -> Context:
-    return Context(tokens=state.tokens, lengths=state.lengths, sampling=state.sampling)
+    return Context(
+        tokens=state.tokens, lengths=state.lengths, sampling=state.sampling, cache=state.cache
+    )
 
 
 def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
@@ -240,83 +260,26 @@ def step(config: DecodeConfig, params: Any, state: DecodeState) -> DecodeState:
         logprobs=_put(state.logprobs, places, checked.logprobs),
         log=_note(state.log, _num_positions(draft), checked.verdict, running),
     )
-    passage = Passage(checked.run, checked.features, num_emitted)
+    passage = Passage(checked.run, checked.features, num_emitted, checked.reading)
     drafter = config.drafter.commit(drafter_params, drafter, _context(state), passage)
     return state.replace(drafter=drafter)
-
-
-class Checked(NamedTuple):
-    """What the target's pass over a block yields, whatever width it ran at."""
-
-    verdict: Verdict
-    run: Array
-    """`[B, K+1]`: the accepted drafts, then the next token, then what means nothing."""
-    logprobs: TokenLogprobs
-    """Of the run."""
-    block: tuple[KeysValues, ...]
-    """Per layer `[B, K+1, Nkv, H]`: what the run's places hold, if their tokens are kept."""
-    features: tuple[Array, ...]
-    """`[B, K+1, D]` each: the target's hidden states that the run came of."""
 
 
 def _check(config: DecodeConfig, params: Any, state: DecodeState, draft: Draft) -> Checked:
     """Runs the target over last token and drafts, at the narrowest width that holds them."""
     widths = jnp.array(config.widths)
     index = jnp.searchsorted(widths, 1 + jnp.max(draft.num_drafted))
-    branches = [functools.partial(_check_at, config, w) for w in config.widths]
-    return jax.lax.switch(index, branches, params, state, draft)
-
-
-def _check_at(
-    config: DecodeConfig, width: int, params: Any, state: DecodeState, draft: Draft
-) -> Checked:
-    """`_check` with a block of `width` tokens, drafts beyond it cut off, padding behind them."""
-    num_drafts = min(draft.tokens.shape[1], width - 1)
-    tokens, probs, num_drafted, tree = draft
-    tokens = tokens[:, :num_drafts]
-    probs = None if probs is None else probs[:, :num_drafts]
-    tree = None if tree is None else tree.cut(num_drafts)
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    block = _fit(jnp.concatenate([last, tokens], axis=1), width)
-    prefix, depths, mask = _places(state, tokens, tree, width)
-    cache = cache_lib.open_block(state.cache, width, depths=depths, mask=mask)
-    out = config.model.forward(params, block, cache)
-    logits = out.logits[:, : num_drafts + 1]
-    verdict = verify(
-        tokens,
-        probs,
-        num_drafted,
-        target_logits=logits,
-        sampling=state.sampling,
-        prefix=prefix,
-        tree=tree,
-    )
-    on_path = functools.partial(along, verdict.path)
-    accepted = on_path(block)[:, 1 : num_drafts + 1]
-    run = emitted_run(accepted, verdict)
-    prefix = chain_prefix(state.tokens, state.lengths, accepted)
-    logprobs = score(on_path(logits), run, state.sampling, prefix, config.max_logprobs)
-    features = tuple(out.hidden[i] for i in config.drafter.taps)
-    kept = jax.tree.map(on_path, (out.cache.block, features))
-    fit = functools.partial(_fit, width=config.drafter.num_speculative_tokens + 1)
-    return Checked(verdict._replace(path=None), *jax.tree.map(fit, (run, logprobs, *kept)))
-
-
-def _places(
-    state: DecodeState, drafts: Array, tree: Tree | None, width: int
-) -> tuple[Prefix, Array | None, Array | None]:
-    """What stands before the places behind last token and drafts; depths and mask of the block,
-    None for a chain. Padding behind a tree sees itself alone."""
-    if tree is None:
-        return chain_prefix(state.tokens, state.lengths, drafts), None, None
-    is_ancestor = ancestors(tree)
-    depths = depths_of(is_ancestor)
-    paths = paths_to(tree, is_ancestor, drafts)
-    prefix = Prefix(tokens=state.tokens, lengths=state.lengths, drafts=paths, depths=depths)
-    missing = width - depths.shape[1]
-    mask = jnp.pad(is_ancestor, [(0, 0), (0, missing), (0, missing)])
-    mask |= jnp.eye(width, dtype=jnp.bool_)
-    return prefix, jnp.pad(depths, [(0, 0), (0, missing)]), mask
+    settings = {
+        "taps": config.drafter.taps,
+        "most": config.drafter.num_speculative_tokens,
+        "max_logprobs": config.max_logprobs,
+        "num_best": config.drafter.num_best,
+        "rule": config.rule,
+    }
+    branches = [
+        functools.partial(check, config.model, width=width, **settings) for width in config.widths
+    ]
+    return jax.lax.switch(index, branches, params, _context(state), draft)
 
 
 def _num_positions(draft: Draft) -> Array:
@@ -326,19 +289,6 @@ def _num_positions(draft: Draft) -> Array:
     there = jnp.arange(draft.tokens.shape[1]) < draft.num_drafted[:, None]
     depths = depths_of(ancestors(draft.tree))[:, 1:]
     return jnp.max(jnp.where(there, depths, 0), axis=1)
-
-
-def _fit(x: Array, width: int) -> Array:
-    """`x` with axis 1 cut or zero-padded to `width`."""
-    missing = max(width - x.shape[1], 0)
-    return jnp.pad(x[:, :width], [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-
-
-def emitted_run(draft_tokens: Array, verdict: Verdict) -> Array:
-    """`[B, K+1]`: the accepted drafts, then the next token, then what means nothing."""
-    index = jnp.arange(draft_tokens.shape[1] + 1)
-    padded = _fit(draft_tokens, index.size)
-    return jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], padded)
 
 
 def apply_stops(state: DecodeState, checked: Checked) -> tuple[Array, Array]:

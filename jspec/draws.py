@@ -30,6 +30,8 @@ class Purpose(enum.IntEnum):
     """The token that a drafter proposes there."""
     ACCEPT = 2
     """The coin that decides whether the proposal stands."""
+    LEVEL = 3
+    """The seed of what a cascade draws below the target; its position is the level."""
 
 
 Key = tuple[Array, Array]

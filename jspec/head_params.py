@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.struct
 import jax
@@ -54,6 +54,11 @@ class HeadConfig:
                 f"{self.target_hidden_size=} must be the head's hidden_size "
                 f"{self.layers.hidden_size} (family {self.family})"
             )
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.layers.vocab_size
 
     @property
     def has_norms(self) -> bool:
@@ -140,11 +145,18 @@ def init_head(config: HeadConfig, key: Array, dtype: Any = jnp.float32) -> HeadP
 class MedusaConfig:
     """Static shape of Medusa heads: each one residual block and a projection."""
 
+    family: ClassVar[Literal["medusa"]] = "medusa"
+    taps: ClassVar[tuple[int, ...]] = (-1,)
+
     num_heads: int
     hidden_size: int
     vocab_size: int
     """The target's."""
     draft_vocab_size: int
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
 
 
 class MedusaParams(flax.struct.PyTreeNode):
@@ -166,3 +178,66 @@ def medusa_specs(config: MedusaConfig) -> MedusaParams:
         lm_heads=(spec((V, D), ("vocab", None)),) * n,
         token_ids=spec((V,), (None,)) if config.vocab_size != V else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitsConfig:
+    """Static shape of trained exits: each a norm and a residual block, one lm_head for all."""
+
+    family: ClassVar[Literal["exits"]] = "exits"
+
+    layers: tuple[int, ...]
+    """Layers of the target before each exit, ascending."""
+    hidden_size: int
+    vocab_size: int
+    """The target's."""
+    draft_vocab_size: int
+
+    def __post_init__(self) -> None:
+        if not self.layers or sorted({0, *self.layers}) != [0, *self.layers]:
+            raise ValueError(f"{self.layers=}: give numbers of layers from 1 on, ascending")
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The residual streams that the exits read: what is behind i layers is entry i."""
+        return self.layers
+
+
+class ExitsParams(flax.struct.PyTreeNode):
+    """Parameters of the exits, an entry an exit; `jspec.exits.exit_of` picks one."""
+
+    norms: tuple[Array, ...]  # [D]
+    blocks: tuple[Array, ...]  # [D, D]
+    biases: tuple[Array, ...]  # [D]
+    lm_head: Array  # [draft V, D]; rows of the target's
+    token_ids: Array | None = None  # [draft V] int32: target token of each; None: they are the same
+
+
+def exits_specs(config: ExitsConfig) -> ExitsParams:
+    """The tree of `ExitsParams` with a `LeafSpec` in place of each array."""
+    spec: Any = LeafSpec
+    n, D, V = len(config.layers), config.hidden_size, config.draft_vocab_size
+    return ExitsParams(
+        norms=(spec((D,), (None,)),) * n,
+        blocks=(spec((D, D), (None, None)),) * n,
+        biases=(spec((D,), (None,)),) * n,
+        lm_head=spec((V, D), ("vocab", None)),
+        token_ids=spec((V,), (None,)) if config.vocab_size != V else None,
+    )
+
+
+AnyConfig = HeadConfig | MedusaConfig | ExitsConfig
+"""Whatever its family, it has `family`, `taps`, `vocab_size`, `draft_vocab_size` and
+`target_hidden_size`."""
+AnyParams = HeadParams | MedusaParams | ExitsParams
+
+
+def specs_of(config: AnyConfig) -> AnyParams:
+    """The tree of the config's parameters with a `LeafSpec` in place of each array."""
+    if isinstance(config, HeadConfig):
+        return head_specs(config)
+    return medusa_specs(config) if isinstance(config, MedusaConfig) else exits_specs(config)

@@ -144,7 +144,11 @@ def medusa_logits(params: MedusaParams, hidden: Array) -> Array:
 
 
 def medusa_output(params: MedusaParams, hidden: Array, number: int) -> Array:
-    """What head `number` hands to its lm_head, `[..., D]`: a residual block, x + SiLU(W x + b)
-    (arXiv 2401.10774, section 2.1.1)."""
-    inner = linear(hidden, params.blocks[number], params.biases[number]).astype(jnp.float32)
-    return hidden + (inner * jax.nn.sigmoid(inner)).astype(hidden.dtype)
+    """What head `number` hands to its lm_head, `[..., D]`."""
+    return residual_block(hidden, params.blocks[number], params.biases[number])
+
+
+def residual_block(x: Array, weight: Array, bias: Array | None) -> Array:
+    """`x + SiLU(W x + b)` (Medusa, arXiv 2401.10774, section 2.1.1)."""
+    inner = linear(x, weight, bias).astype(jnp.float32)
+    return x + (inner * jax.nn.sigmoid(inner)).astype(x.dtype)

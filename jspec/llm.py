@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from jspec import loading
+from jspec import drafter_loading, loading
 from jspec.decode import DecodeConfig, Finish
 from jspec.drafters.base import Drafter
 from jspec.drafters.growth import TreeShape
+from jspec.drafters.lossy_sprinter import LossySprinter
 from jspec.engine import outputs
 from jspec.engine.batch import BatchRunner, Progress, Shape
 from jspec.engine.requests import (
@@ -31,6 +32,7 @@ from jspec.engine.timing import RoundTimes, measure_round
 from jspec.errors import JspecError
 from jspec.model import Model
 from jspec.sampling import LogitsProcessor
+from jspec.verify import accept_all_lossy, verify
 
 if TYPE_CHECKING:
     from checkpoints import Tokenizer
@@ -50,15 +52,15 @@ class LLM:
 
     Args:
       model: the packaged "smollm2-135m-instruct", a Hugging Face folder or hub id, a GGUF file,
-        a folder written by `jspec convert`, a Flax NNX module (see `jspec.from_nnx`), or a
-        `jspec.Model` together with `params`.
+        a folder written by `jspec convert`, a Flax NNX module (see `jspec.from_nnx`), a
+        `jspec.Model` together with `params`, or another `LLM`, whose weights are then shared.
       params: parameters of a `jspec.Model`.
       tokenizer: anything with `encode(text)` and `decode(ids)`; None: the checkpoint's own.
       drafter: "ngram", "none", a trained head's folder or file (EAGLE, EAGLE-3, MTP, Medusa), the
-        name of one that comes with jspec, any model source (a draft model with the same
-        vocabulary), several of these joined by commas in order of preference, or a `Drafter`
-        together with `drafter_params`. "auto": what does best for the packaged model, "ngram"
-        for others.
+        name of one that comes with jspec, "int8" or "int4" (the target itself in so many bits), any
+        model source (a draft model with the same vocabulary), several of these joined by commas in
+        order of preference, or a `Drafter` together with `drafter_params`. "auto": what does best
+        for the packaged model, "ngram" for others.
       num_speculative_tokens: K, tokens drafted a round, a tree's depth; None: what suits the
         drafter.
       tree: a `DynamicTree` or `StaticTree` for a head to draft, instead of a chain.
@@ -105,13 +107,14 @@ class LLM:
             raise JspecError(f"{max_logprobs=}: must be 0 or more")
         mesh = None if mesh is None else _auto_mesh(mesh)
         options = loading.Options(dtype=dtype, mesh=mesh, progress=progress, report=report)
-        target = loading.load_target(model, params, options)
-        drafter, drafting = loading.suited(
-            drafter, loading.Drafting(num_speculative_tokens, tree), model
-        )
-        self.drafter, drafter_params = loading.load_drafter(
+        shares = isinstance(model, LLM)
+        target = model.target if shares else loading.load_target(model, params, options)
+        asked = drafter_loading.Drafting(num_speculative_tokens, tree)
+        drafter, drafting = drafter_loading.suited(drafter, asked, target.source)
+        self.drafter, drafter_params = drafter_loading.load_drafter(
             drafter, drafter_params, target, drafting, options
         )
+        self.target, self.options = target, options
         self.model = target.model
         self.params = (target.params, drafter_params)
         self.tokenizer: Tokenizer | Any = tokenizer or target.tokenizer
@@ -124,8 +127,11 @@ class LLM:
         if self._batch_sizes[0] < 1:
             raise JspecError(f"{batch_sizes=}: each must be at least 1")
         widths = tuple(block_widths or default_widths(self.drafter.num_draft_nodes, dtype))
+        rule = accept_all_lossy if isinstance(self.drafter, LossySprinter) else verify
         self._runner = BatchRunner(
-            config=DecodeConfig(self.model, self.drafter, widths, max_logprobs=max_logprobs),
+            config=DecodeConfig(
+                self.model, self.drafter, widths, max_logprobs=max_logprobs, rule=rule
+            ),
             params=self.params,
             dtype=jnp.dtype(dtype),
             processor=logits_processor,
@@ -269,6 +275,11 @@ class LLM:
         return measure_round(
             self._runner.config, self.params, self._runner.dtype, context_length, repeats=repeats
         )
+
+    def resident_bytes(self, rows: int = 1, capacity: int = 512) -> int:
+        """Bytes that stay between rounds: parameters, each array counted once, and the state of
+        `rows` rows with room for `capacity` tokens each."""
+        return self._runner.resident_bytes(rows, capacity)
 
     def _rows(self, wanted: int) -> int:
         return next(size for size in self._batch_sizes if size >= wanted)

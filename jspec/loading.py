@@ -1,11 +1,10 @@
-"""From what a user names to what the engine runs: targets, drafters, tokenizers."""
+"""From what a user names to what the engine runs: targets and tokenizers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +12,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jspec.cache import CacheSpec
-from jspec.drafters.base import Drafter
-from jspec.drafters.draft_model import DraftModel
-from jspec.drafters.first_of import FirstOf
-from jspec.drafters.growth import DynamicTree, StaticTree, TreeShape
-from jspec.drafters.head import HeadDrafter
-from jspec.drafters.medusa import MedusaDrafter
-from jspec.drafters.ngram import NgramDrafter
-from jspec.drafters.none import NoDrafter
 from jspec.errors import JspecError
-from jspec.head_params import HeadConfig
 from jspec.model import Model, Output, llama
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -51,6 +41,8 @@ class Loaded(NamedTuple):
     model: Model
     params: Any
     tokenizer: Any
+    source: str | None = None
+    """What it was loaded by, if that was a name or a path."""
 
 
 def load_target(source: Any, params: Any, options: Options) -> Loaded:
@@ -70,136 +62,21 @@ def load_target(source: Any, params: Any, options: Options) -> Loaded:
         progress=options.progress,
         report=options.report,
     )
-    return Loaded(llama(loaded.config), loaded.params, loaded.tokenizer)
+    return Loaded(llama(loaded.config), loaded.params, loaded.tokenizer, str(source))
 
 
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """How much to draft; None leaves it to the drafter."""
-
-    num_speculative_tokens: int | None = None
-    """K: a chain's length, a tree's depth."""
-    tree: TreeShape | None = None
-    """Of drafters that can grow one."""
-
-    def __post_init__(self) -> None:
-        K, tree = self.num_speculative_tokens, self.tree
-        if K is not None and K < 1:
-            raise JspecError(
-                f'num_speculative_tokens={K}: must be at least 1 (drafter="none" decodes plainly)'
-            )
-        if tree is not None and K is not None and tree.depth != K:
-            raise JspecError(f"a tree of depth {tree.depth} with num_speculative_tokens={K}")
-
-    def tokens_or(self, default: int) -> int:
-        """K, if it was not given, `default`."""
-        if self.tree is not None:
-            return self.tree.depth
-        return default if self.num_speculative_tokens is None else self.num_speculative_tokens
-
-    def nodes_or(self, default: int) -> int:
-        """P, if nothing was given, `default`: how long a chain may be that costs no more."""
-        return default if self.tree is None else self.tree.num_nodes
-
-
-def dynamic_tree(depth: int | None, width: int, num_nodes: int | None) -> DynamicTree | None:
-    """The tree that command lines ask for; None: they ask for chains."""
-    if num_nodes is None:
-        return None
-    return DynamicTree(depth or HeadDrafter.num_speculative_tokens, width, num_nodes)
-
-
-_BEST_DRAFTER = "ngram:2,smollm2-135m-instruct-mtp"
-_BEST_DRAFTING = Drafting(tree=DynamicTree(depth=3, width=3, num_nodes=6))
-"""What did best for the default model (bench/README.md)."""
-
-
-def suited[Named](drafter: Named, drafting: Drafting, model: Any) -> tuple[Named | str, Drafting]:
-    """What "auto" means for the model that `model` names, unless it says how much to draft; any
-    other drafter as it is."""
-    if str(drafter) != "auto":
-        return drafter, drafting
+def load_draft(source: str | Path, options: Options) -> tuple[Model, Any]:
+    """A second model, which speaks the target's tokens and needs no tokenizer."""
     import checkpoints
 
-    if not isinstance(model, (str, Path)) or not checkpoints.is_default(model):
-        return "ngram", drafting
-    return _BEST_DRAFTER, _BEST_DRAFTING if drafting == Drafting() else drafting
-
-
-def load_drafter(
-    drafter: str | Path | Drafter, params: Any, target: Loaded, drafting: Drafting, options: Options
-) -> tuple[Drafter, Any]:
-    """The drafter that a name, a head, a model source or an object stands for, and its
-    parameters. Several, joined by commas, are in order of preference."""
-    if not isinstance(drafter, (str, Path)):
-        return drafter, params
-    import checkpoints
-
-    sources = [drafter] if Path(drafter).exists() else str(drafter).split(",")
-    if drafting.tree is not None and not any(map(checkpoints.is_head, sources)):
-        raise JspecError(f"drafter {str(drafter)!r} drafts chains: a tree needs a trained head")
-    loaded = [_load_one(source, target, drafting, options) for source in sources]
-    if len(loaded) == 1:
-        return loaded[0]
-    return FirstOf(tuple(d for d, _ in loaded)), tuple(p for _, p in loaded)
-
-
-def _load_one(
-    source: str | Path, target: Loaded, drafting: Drafting, options: Options
-) -> tuple[Drafter, Any]:
-    import checkpoints
-
-    if str(source) == "none":
-        return NoDrafter(), ()
-    if match := re.fullmatch(r"ngram(?::(\d+))?", str(source)):
-        K = drafting.nodes_or(drafting.tokens_or(NgramDrafter.num_speculative_tokens))
-        return NgramDrafter(K, int(match[1] or NgramDrafter.min_match)), ()
-    if checkpoints.is_head(source):
-        return _load_head(source, target, drafting, options)
-    try:
-        draft = load_target(source, None, options)
-    except JspecError as error:
-        raise JspecError(
-            f'drafter {str(source)!r} is neither "none" nor "ngram" nor a draft head, '
-            f"and as a draft model: {error}"
-        ) from error
-    vocab_size = target.model.vocab_size
-    check_vocabularies(draft.model.vocab_size, vocab_size)
-    K = drafting.tokens_or(DraftModel.num_speculative_tokens)
-    return DraftModel(draft.model, vocab_size, K, name=Path(source).name), draft.params
-
-
-_MEDUSA_ACCURACIES = (0.5, 0.13, 0.07, 0.04, 0.03)
-"""Of the ranks of a head's tokens, for the shape of Medusa's tree, where none is given."""
-_MEDUSA_NODES = 16
-
-
-def _load_head(
-    source: str | Path, target: Loaded, drafting: Drafting, options: Options
-) -> tuple[Drafter, Any]:
-    import checkpoints
-
-    if target.model.config is None:
-        raise JspecError(
-            f"drafter {str(source)!r} is a head on a model of the Llama family: this target has "
-            "no hidden states that it could read"
-        )
-    config, params = checkpoints.load_head(
+    config, params = checkpoints.load_weights(
         source,
-        target_config=target.model.config,
-        target_params=target.params,
         dtype=options.dtype,
         mesh=options.mesh,
+        progress=options.progress,
+        report=options.report,
     )
-    name = Path(source).name
-    if isinstance(config, HeadConfig):
-        K = drafting.tokens_or(HeadDrafter.num_speculative_tokens)
-        return HeadDrafter(config, K, drafting.tree, name=name), params
-    depth = min(drafting.tokens_or(config.num_heads), config.num_heads)
-    tree = drafting.tree or StaticTree.likeliest([_MEDUSA_ACCURACIES] * depth, _MEDUSA_NODES)
-    if tree.depth > config.num_heads:
-        raise JspecError(f"a tree of depth {tree.depth}: {source} has {config.num_heads} heads")
-    return MedusaDrafter(config, tree, name=name), params
+    return llama(config), params
 
 
 def check_vocabularies(draft: int, target: int) -> None:

@@ -21,6 +21,8 @@ class Metrics:
     """Entry i: rounds that drafted a token at position i of the draft."""
     accepted_per_position: tuple[int, ...] = ()
     """Entry i: rounds that accepted it."""
+    num_lossy: int = 0
+    """Drafts kept without the target's word; 0 under every lossless rule."""
     prefill_seconds: float = 0.0
     """Time spent on the prompt of the batch that this request ran in."""
     decode_seconds: float = 0.0

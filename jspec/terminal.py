@@ -258,9 +258,9 @@ def figures_line(metrics: Metrics, drafter: str, width: int = 80) -> str:
     head = f"{metrics.num_tokens} tokens, {metrics.tokens_per_second:.1f} tokens/s, "
     if not metrics.num_drafted:
         return head + "no drafts"
+    kept = "kept unasked (lossy)" if metrics.num_lossy else "accepted"
     tail = (
-        f": {metrics.acceptance_rate:.0%} accepted, "
-        f"mean length {metrics.mean_acceptance_length:.2f}"
+        f": {metrics.acceptance_rate:.0%} {kept}, mean length {metrics.mean_acceptance_length:.2f}"
     )
     room = width - len(head) - len(tail)
     return head + (drafter if len(drafter) <= room else "..." + drafter[3 - room :]) + tail

@@ -7,6 +7,9 @@ less than there is room for; what comes behind its last draft is an ordinary dra
 
 A chain is judged in one go. In a tree the same rules go down from node to node, each judging the
 children of one; a tree whose nodes have one child each gives what the chain gives.
+
+One rule stands apart: `accept_all_lossy` keeps every draft, and what it emits is not the target's.
+Nothing takes it but a drafter that has "lossy" in its name.
 """
 
 from __future__ import annotations
@@ -101,6 +104,39 @@ def verify(
 
     with jax.named_scope("verify"):
         return by_kind(target_logits, sampling, prefix, greedy=greedy, soft=soft)
+
+
+Rule = Callable[..., Verdict]
+"""`verify`, or what has its arguments."""
+
+
+def accept_all_lossy(
+    draft_tokens: Array,
+    draft_probs: Array | None,
+    num_drafted: Array,
+    *,
+    target_logits: Array,
+    sampling: Sampling,
+    prefix: Prefix,
+    tree: Tree | None = None,
+) -> Verdict:
+    """LOSSY: keeps every draft of a chain, whatever the target thinks of it. The token behind them
+    is the target's. Arguments are those of `verify`; `draft_tokens` and their laws do not count."""
+    assert tree is None, "a tree's drafts cannot all be kept"
+    peaks, _ = draws.largest(target_logits)
+    place = num_drafted[:, None]
+    behind = prefix.replace(
+        depths=place, drafts=jnp.take_along_axis(prefix.drafts, place[..., None], axis=1)
+    )
+
+    def soft(logits: Array) -> Array:
+        law = draws.law_of(logits, inverse_temperature(sampling)[:, None])
+        return draws.draw(law, draw_key(sampling, behind.positions, Purpose.TARGET))
+
+    with jax.named_scope("verify"):
+        logits = jnp.take_along_axis(target_logits, place[..., None], axis=1)
+        token = by_kind(logits, sampling, behind, greedy=draws.argmax, soft=soft)
+    return _verdict(Outcome(num_drafted, token[:, 0], peaks), None)
 
 
 class _Drafts(NamedTuple):

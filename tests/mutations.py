@@ -24,7 +24,13 @@ from concurrent import futures
 from pathlib import Path
 from typing import NamedTuple
 
+from mutations_exits import EXITS
+from mutations_free import TRAINING_FREE
 from mutations_heads import TREES_AND_HEADS
+from mutations_hierarchy import HIERARCHY
+from mutations_lossy import EXITS_AND_LOSSY
+from mutations_models import WHOLE_MODELS
+from mutations_quantised import QUANTISED
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutations.md"
@@ -292,7 +298,7 @@ MUTATIONS = (
     ),
     Mutation(
         "logprobs: of the token one place on",
-        "jspec/decode.py",
+        "jspec/check.py",
         "logprobs = score(on_path(logits), run,",
         "logprobs = score(jnp.roll(logits, 1, axis=1), run,",
         "tests/test_parameters.py -k model_itself",
@@ -325,7 +331,18 @@ MUTATIONS = (
         "num_emitted = jnp.where(True, jnp.where(ended",
         MIXED,
     ),
-    *(Mutation(*each) for each in TREES_AND_HEADS),
+    *(
+        Mutation(*each)
+        for each in (
+            *TREES_AND_HEADS,
+            *EXITS,
+            *EXITS_AND_LOSSY,
+            *TRAINING_FREE,
+            *QUANTISED,
+            *HIERARCHY,
+            *WHOLE_MODELS,
+        )
+    ),
 )
 
 

@@ -110,7 +110,7 @@ def test_a_head_for_another_width(folders):
 
 
 def test_a_target_without_hidden_states_that_a_head_could_read(folders):
-    with pytest.raises(JspecError, match="is a head on a model of the Llama family"):
+    with pytest.raises(JspecError, match="is for models of the Llama family"):
         jspec.LLM(markov(61), params=llama_params(0).embed, drafter=folders / "mtp")
 
 

@@ -15,8 +15,9 @@ FLOORS = (
     ("jspec.draws",),  # one generator, for kernels and engine
     ("pallas_kernels",),
     ("jspec.config", "jspec.sharding", "jspec.errors", "jspec.metrics", "jspec.tree"),
+    ("jspec.drafter_names", "jspec.plans"),
     ("jspec.params", "jspec.cache", "jspec.sampling", "jspec.rope"),
-    ("jspec.head_params",),
+    ("jspec.head_params", "jspec.quantised"),
     ("checkpoints",),
     ("jspec.attention", "jspec.verify", "jspec.logprobs"),
     ("jspec.model",),
@@ -28,20 +29,30 @@ FLOORS = (
         "jspec.drafters.draft_model",
         "jspec.drafters.head",
         "jspec.drafters.medusa",
+        "jspec.drafters.recycling",
+        "jspec.drafters.lookahead",
     ),
-    ("jspec.drafters", "jspec.drafters.first_of"),
+    ("jspec.drafters.suffix",),
+    ("jspec.exits",),
+    ("jspec.check", "jspec.drafters.early_exit", "jspec.drafters.verifiers"),
+    ("jspec.drafters.head_verifier",),
+    ("jspec.drafters.adaptive", "jspec.drafters.lossy_sprinter"),
+    ("jspec.drafters", "jspec.drafters.first_of", "jspec.drafters.cascade"),
     ("jspec.decode",),
     ("jspec.engine", "jspec.analysis", "jspec.loading"),
+    ("jspec.drafter_loading",),
     ("jspec.llm", "jspec.server"),
-    ("jspec.peer",),
+    ("jspec.peer", "jspec.accuracy"),
     ("jspec.benchmark",),
-    ("jspec.terminal",),
+    ("jspec.cost_model", "jspec.calibrate"),
+    ("jspec.hierarchy",),
+    ("jspec.terminal", "jspec.hierarchy_table"),
     ("jspec.train",),
     ("jspec.cli",),
     ("jspec",),
 )
 PACKAGES = {"pallas_kernels", "checkpoints", "jspec.engine", "jspec.train"}
-KERNEL_USERS = {"jspec.attention", "jspec.verify"}
+KERNEL_USERS = {"jspec.attention", "jspec.verify", "jspec.cost_model"}  # the last only counts
 TRAINING_ONLY = {"optax", "grain", "matplotlib"}  # what the extra `train` brings
 EVERYTHING = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -245,7 +245,7 @@ BAD_ENGINES = [
     ({"dtype": "int8"}, "dtype='int8'"),
     ({"max_num_seqs": 0}, "max_num_seqs=0"),
     ({"drafter": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
-    ({"drafter": "no-such-drafter"}, "'no-such-drafter' is neither"),
+    ({"drafter": "no-such-drafter"}, "'no-such-drafter' is none of"),
     ({"drafter": "ngram:9"}, "ngram: min_match=9: must be from 1 to 8"),
     ({"params": None}, "needs params="),
     (

@@ -57,6 +57,7 @@ class Recorder:
     inner: Drafter
     limits: tuple[int, ...]
     taps: tuple[int, ...] = (0, 1, -1)
+    num_best: int = 0
     name: str = "recorder"
 
     @property

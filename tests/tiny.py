@@ -188,6 +188,7 @@ class TableDrafter:
     """Grown from the table, instead of a chain."""
     name: str = "table"
     taps: tuple[int, ...] = ()
+    num_best: int = 0
 
     @property
     def num_draft_nodes(self) -> int:

@@ -13,9 +13,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import draws
+from jspec.cache import Cache, KeysValues
 from jspec.draws import Purpose, argmax
 from jspec.sampling import Prefix, Sampling, by_kind, draw_key, inverse_temperature, softmax
 from jspec.tree import Tree
+
+
+class Start(NamedTuple):
+    """How far a drafter took last token and drafts through the target's own layers."""
+
+    hidden: tuple[Array, ...]
+    """`[B, P+1, D]` each: the inputs of layers 0 to i, the first that has not run."""
+    block: tuple[KeysValues, ...]
+    """`[B, P+1, Nkv, H]` each: keys and values of the layers that have."""
 
 
 class Draft(NamedTuple):
@@ -30,6 +40,8 @@ class Draft(NamedTuple):
     """`[B]` int32 in 0..P."""
     tree: Tree | None = None
     """How the tokens hang together; None: each behind the one before, and P = K."""
+    start: Start | None = None
+    """Where the target's pass over the block begins; None: at the tokens."""
 
 
 class Context(flax.struct.PyTreeNode):
@@ -40,6 +52,21 @@ class Context(flax.struct.PyTreeNode):
     lengths: Array
     """`[B]` int32, at least 1."""
     sampling: Sampling
+    cache: Cache | None = None
+    """The target's, with all that is committed but each row's last token; for what drafts with
+    the target's own layers. None: there is none."""
+
+
+class Reading(NamedTuple):
+    """All that the target read in one pass, kept or not: a block, or a chunk of a prompt."""
+
+    tokens: Array
+    """`[B, N]` int32: the last token and all drafts, in the draft's order; or the chunk."""
+    best: Array
+    """`[B, N, R]` int32: the likeliest tokens behind each, likeliest first, by the target's own
+    logits; R is `Drafter.num_best` or more."""
+    num_tokens: Array
+    """`[B]` int32 in 0..N: tokens that count."""
 
 
 class Passage(NamedTuple):
@@ -55,6 +82,8 @@ class Passage(NamedTuple):
     """`[B, T, D]` each: the target's hidden states at the places, those of `Drafter.taps`."""
     num_tokens: Array
     """`[B]` int32 in 0..T: places that count."""
+    reading: Reading | None = None
+    """For drafters with `num_best`."""
 
 
 class Drafter(Protocol):
@@ -82,6 +111,12 @@ class Drafter(Protocol):
     @property
     def taps(self) -> tuple[int, ...]:
         """Which hidden states of the target it wants to see: entries of `Output.hidden`."""
+        ...
+
+    @property
+    def num_best(self) -> int:
+        """R: how many of the target's likeliest tokens it wants to see behind each token that the
+        target reads; 0: it learns from nothing but what is committed."""
         ...
 
     def init(self, batch: int, capacity: int, dtype: Any) -> Any:

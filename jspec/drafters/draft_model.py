@@ -13,6 +13,7 @@ needs no special care, and no step is one token wide (slow in bfloat16 on a CPU)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax import Array
 from jspec import cache as cache_lib
 from jspec.cache import Cache
 from jspec.drafters.base import Context, Draft, Passage, draft_token, drafted_before
-from jspec.model import Model
+from jspec.model import Model, Output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class DraftModel:
     page_size: int = 16
     name: str = "draft model"
     taps: tuple[int, ...] = ()
+    num_best: int = 0
 
     @property
     def num_draft_nodes(self) -> int:
@@ -80,6 +82,19 @@ class DraftModel:
         (_, drafts, state), laws = jax.lax.scan(step, (pair, nothing, block), jnp.arange(K))
         laws = laws.transpose(1, 0, 2)
         return Draft(drafts, laws, drafted_before(laws)), state
+
+
+@functools.cache
+def fitted(model: Model, vocab_size: int) -> Model:
+    """The same model with logits over `vocab_size` tokens: its own, if it has as many."""
+    if model.vocab_size == vocab_size:
+        return model
+
+    def forward(params: Any, tokens: Array, cache: Cache) -> Output:
+        out = model.forward(params, tokens, cache)
+        return out._replace(logits=fit_vocabulary(out.logits, vocab_size))
+
+    return dataclasses.replace(model, forward=forward, forward_from=None, vocab_size=vocab_size)
 
 
 def fit_vocabulary(logits: Array, vocab_size: int) -> Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.drafters.base import Context, Draft, Drafter, Passage
+from jspec.errors import JspecError
 from jspec.tree import Tree
 
 
@@ -42,6 +43,10 @@ class FirstOf:
     @property
     def taps(self) -> tuple[int, ...]:
         return tuple(tap for drafter in self.drafters for tap in drafter.taps)
+
+    @property
+    def num_best(self) -> int:
+        return max(drafter.num_best for drafter in self.drafters)
 
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[Any, ...]:
         return tuple(drafter.init(batch, capacity, dtype) for drafter in self.drafters)
@@ -87,6 +92,11 @@ class _Frame(NamedTuple):
 
 
 def _frame_of(drafts: list[Draft]) -> _Frame:
+    if any(draft.start is not None for draft in drafts):
+        raise JspecError(
+            "drafts that ran some of the target's layers cannot stand beside others in one batch: "
+            "use cascade(FIRST, early_exit:N) in place of FIRST,early_exit:N"
+        )
     trees = [draft.tree for draft in drafts if draft.tree is not None]
     chains = [draft.tokens.shape[1] for draft in drafts if draft.tree is None]
     depth = max([*chains, *(tree.depth for tree in trees)])

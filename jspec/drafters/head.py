@@ -53,6 +53,7 @@ class HeadDrafter:
     """None: a chain. A tree's depth must be `num_speculative_tokens`."""
     page_size: int = 16
     name: str = "head"
+    num_best: int = 0
 
     def __post_init__(self) -> None:
         if self.tree is None:

@@ -27,6 +27,7 @@ class MedusaDrafter:
     config: MedusaConfig
     tree: TreeShape
     name: str = "medusa"
+    num_best: int = 0
 
     def __post_init__(self) -> None:
         if self.tree.depth > self.config.num_heads:

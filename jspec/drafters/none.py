@@ -18,6 +18,7 @@ class NoDrafter:
     num_speculative_tokens: int = 0
     num_draft_nodes: int = 0
     taps: tuple[int, ...] = ()
+    num_best: int = 0
 
     def init(self, batch: int, capacity: int, dtype: Any) -> tuple[()]:
         return ()

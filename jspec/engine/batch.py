@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -33,7 +35,7 @@ from jspec.errors import JspecError
 from jspec.logprobs import TokenLogprobs
 from jspec.metrics import Metrics
 from jspec.params import is_spec
-from jspec.sampling import LogitsProcessor
+from jspec.sampling import LogitsProcessor, neutral
 from jspec.sharding import on_mesh, tree_shardings
 
 ALL_ROUNDS = np.iinfo(np.int32).max
@@ -147,6 +149,24 @@ class BatchRunner:
             return state
         return jax.device_put(state, tree_shardings(self.mesh, state_specs(state), is_spec))
 
+    def resident_bytes(self, rows: int, capacity: int) -> int:
+        """Of parameters, each array once, and of the state of a batch between rounds."""
+        row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        make = functools.partial(
+            init_state, self.config, page_size=self.page_size, dtype=self.dtype
+        )
+        state = jax.eval_shape(
+            make,
+            tokens=jax.ShapeDtypeStruct((rows, capacity), jnp.int32),
+            lengths=row,
+            max_lengths=row,
+            sampling=jax.eval_shape(lambda: neutral(rows, self.config.model.vocab_size)),
+        )
+        arrays = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(self.params)}
+        return sum(arrays.values()) + sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+        )
+
     def _sampling(self, requests: Sequence[Request], rows: int) -> Any:
         vocab_size = self.config.model.vocab_size
         return sampling_of(requests, rows=rows, vocab_size=vocab_size, processor=self.processor)
@@ -192,6 +212,7 @@ class _Reader:
     ) -> None:
         self._rows = [request for request in requests for _ in request.seeds]
         self._num_drafts = config.drafter.num_speculative_tokens
+        self._is_lossy = config.is_lossy
         self._wants_logprobs = any(
             r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests
         )
@@ -245,6 +266,7 @@ class _Reader:
             num_rounds=int(counted.sum()),
             drafted_per_position=tuple((places < drafted[counted]).sum(axis=1).tolist()),
             accepted_per_position=tuple((places < accepted[counted]).sum(axis=1).tolist()),
+            num_lossy=int(accepted[counted].sum()) if self._is_lossy else 0,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self.decode_seconds,
         )

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import cache as cache_lib
+from jspec.cache import Cache
 from jspec.decode import DecodeConfig, DecodeState, init_state, read_prompts
-from jspec.drafters.base import Context, Passage
+from jspec.drafters.base import Context, Passage, Reading
 from jspec.draws import argmax
+from jspec.model import Model
 from jspec.sampling import neutral
 
-_LOOP = 8
+LOOP = 8
 """Repetitions in one device program, so that dispatch does not count."""
 
 
@@ -50,8 +52,8 @@ def measure_round(
     )
     state = jax.jit(read_prompts, static_argnums=0)(config, params, state)
     programs = (
-        lambda: _passes(config, config.widths[0], params[0], state.cache),
-        lambda: _passes(config, config.widths[-1], params[0], state.cache),
+        lambda: passes(config.model, config.widths[0], params[0], state.cache),
+        lambda: passes(config.model, config.widths[-1], params[0], state.cache),
         lambda: _proposals(config, params, state),
     )
     for program in programs:
@@ -61,19 +63,19 @@ def measure_round(
         for program, times in zip(programs, seconds, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(program())
-            times.append((time.perf_counter() - start) / _LOOP)
+            times.append((time.perf_counter() - start) / LOOP)
     return RoundTimes(*map(statistics.median, seconds), plain_width=config.widths[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _passes(config: DecodeConfig, width: int, params: Any, cache: Any) -> Array:
-    """Target passes one after the other, each fed with the last one's most probable tokens."""
+def passes(model: Model, width: int, params: Any, cache: Cache) -> Array:
+    """Passes of a model one after the other, each fed with the last one's most probable tokens."""
 
     def one(_: Any, tokens: Array) -> Array:
-        out = config.model.forward(params, tokens, cache_lib.open_block(cache, width))
+        out = model.forward(params, tokens, cache_lib.open_block(cache, width))
         return argmax(out.logits)
 
-    return jax.lax.fori_loop(0, _LOOP, one, jnp.zeros((1, width), jnp.int32))
+    return jax.lax.fori_loop(0, LOOP, one, jnp.zeros((1, width), jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -87,18 +89,25 @@ def _proposals(config: DecodeConfig, params: Any, state: DecodeState) -> Array:
             cache_lib.open_block(state.cache, width),
         )
     )
+    num_read, num_best = 1 + config.drafter.num_draft_nodes, config.drafter.num_best
+    reading = None
+    if num_best:
+        nothing = jnp.zeros((1, num_read, num_best), jnp.int32)
+        reading = Reading(nothing[..., 0], nothing, jnp.full((1,), num_read, jnp.int32))
     features = tuple(
         jnp.zeros(shapes.hidden[i].shape, shapes.hidden[i].dtype) for i in config.drafter.taps
     )
 
     def one(_: Any, carry: tuple[Array, Any]) -> tuple[Array, Any]:
         tokens, drafter = carry
-        context = Context(tokens=tokens, lengths=state.lengths, sampling=state.sampling)
+        context = Context(
+            tokens=tokens, lengths=state.lengths, sampling=state.sampling, cache=state.cache
+        )
         draft, drafter = config.drafter.propose(params[1], drafter, context)
         token = jnp.sum(draft.tokens, axis=1) + jnp.sum(draft.num_drafted) % 2
         run = jnp.broadcast_to(token[:, None], (1, width))
-        passage = Passage(run, features, jnp.ones((1,), jnp.int32))
+        passage = Passage(run, features, jnp.ones((1,), jnp.int32), reading)
         drafter = config.drafter.commit(params[1], drafter, context, passage)
         return tokens.at[:, state.lengths[0] - 1].set(token), drafter
 
-    return jax.lax.fori_loop(0, _LOOP, one, (state.tokens, state.drafter))[0]
+    return jax.lax.fori_loop(0, LOOP, one, (state.tokens, state.drafter))[0]

@@ -42,7 +42,7 @@ def test_a_draft_with_another_vocabulary_is_refused(hf_folder, tmp_path) -> None
 
 
 def test_a_missing_drafter_is_named(hf_folder, tmp_path) -> None:
-    with pytest.raises(JspecError, match=r"drafter '.*/nowhere' is neither .* no such file"):
+    with pytest.raises(JspecError, match=r"drafter '.*/nowhere' is none of .* no such file"):
         jspec.LLM(hf_folder, dtype="float32", drafter=tmp_path / "nowhere")
 
 

@@ -1,0 +1,96 @@
+"""Broken lines of the training of whole models, for `mutations.py`."""
+
+# (what, file, line, broken, tests): see `mutations.Mutation`.
+WHOLE_MODELS = (
+    (
+        "training: an output head that learns has no gradient",
+        "jspec/train/losses.py",
+        'lm_head = jnp.einsum("J,JVD->VD", per_step, by_lm_head).astype(like.dtype)',
+        "lm_head = jnp.zeros(by_lm_head.shape[1:], like.dtype)",
+        "tests/train/test_losses.py -k stand_for_several",
+    ),
+    (
+        "training: a row that stands for several tokens counts once in what is said",
+        "jspec/train/losses.py",
+        "grown = jnp.exp(logits - peak[..., None]) * copies",
+        "grown = jnp.exp(logits - peak[..., None])",
+        "tests/train/test_losses.py -k stand_for_several",
+    ),
+    (
+        "draft model: what it says is compared by row, not by token",
+        "jspec/train/draft.py",
+        "agreed = learned & (tokens[choice[0]] == batch.best)",
+        "agreed = learned & (choice[0] == batch.best)",
+        "tests/train/test_draft.py -k 'model_learns'",
+    ),
+    (
+        "draft model: the other tokens never take turns",
+        "jspec/train/draft.py",
+        "first = self.frequent + step % -(-rest // others) * others",
+        "first = self.frequent + 0 * step",
+        "tests/train/test_draft.py -k in_turn",
+    ),
+    (
+        "draft model: learns the law of the token after next",
+        "jspec/train/draft.py",
+        "corpus = open_states(states, folder, settings, taps, ahead=1)",
+        "corpus = open_states(states, folder, settings, taps)",
+        "tests/train/test_draft.py -k last_token",
+    ),
+    (
+        "draft model: begins along the least principal directions",
+        "jspec/train/new_draft.py",
+        "narrow = wide @ directions[:, ::-1][:, :width]",
+        "narrow = wide @ directions[:, :width]",
+        "tests/train/test_draft.py -k principal",
+    ),
+    (
+        "whole models: texts of a row see one another",
+        "jspec/train/whole.py",
+        "path, found = Path(batch.segments, nothing, nothing), [hidden]",
+        "path, found = Path(0 * batch.segments, nothing, nothing), [hidden]",
+        "tests/train/test_draft.py -k engines",
+    ),
+    (
+        "LayerSkip: the first layers are left out",
+        "jspec/train/layerskip.py",
+        "(math.exp(layer * math.log(2) / last) - 1)",
+        "(2 - math.exp(layer * math.log(2) / last))",
+        "tests/train/test_layerskip.py -k left_out_more_often",
+    ),
+    (
+        "LayerSkip: the same exits at every step",
+        "jspec/train/layerskip.py",
+        "early = step % rotation + rotation *",
+        "early = 0 * step + rotation *",
+        "tests/train/test_layerskip.py -k take_turns",
+    ),
+    (
+        "LayerSkip: exits learn the token that they have read",
+        "jspec/train/layerskip.py",
+        "Lesson(earlier(batch.tokens, 1),",
+        "Lesson(batch.tokens,",
+        "tests/train/test_layerskip.py -k weighted_mean",
+    ),
+    (
+        "LayerSkip: all exits weigh the same",
+        "jspec/train/layerskip.py",
+        "total = jnp.vdot(shares / shares.sum(), losses)",
+        "total = losses.mean()",
+        "tests/train/test_layerskip.py -k weighted_mean",
+    ),
+    (
+        "files: a model of other biases is written as one without",
+        "checkpoints/hf_save.py",
+        "if biases != (config.qkv_bias, config.out_bias, config.mlp_bias):",
+        "if biases == ():",
+        "tests/checkpoints/test_hf_save.py -k cannot",
+    ),
+    (
+        "files: a folder without a tokenizer is taken for a target",
+        "checkpoints/store.py",
+        "    sources.require_tokenizer(located)\n    folder, config, params",
+        "    folder, config, params",
+        "tests/checkpoints/test_hf_save.py -k no_target",
+    ),
+)
