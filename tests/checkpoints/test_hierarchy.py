@@ -16,13 +16,12 @@ from jspec.hierarchy import BELOW, HISPEC, SINGLE, Method, Settings
 from jspec.plans import Costs, Sight
 from pallas_kernels.costs import H100
 
-RNG = np.random.default_rng(0)
-BEST = RNG.integers(0, 50, 200)
+BEST = np.random.default_rng(0).integers(0, 50, 200)
 
 
 def wrong(share):
     """The text with so large a share of other tokens."""
-    return np.where(RNG.random(200) < share, 99, BEST)
+    return np.where(np.random.default_rng(1).random(200) < share, 99, BEST)
 
 
 def calibration():
@@ -45,7 +44,7 @@ def test_what_is_chosen_and_why():
     single = methods[SINGLE]
     assert single.drafter == "early_exit(4, k=2)"  # 2.19 tokens in 25.9 s against 1.5 in 19.1 s
     assert "forecast" in single.why
-    assert "next layers (2,)" in single.why
+    assert "next layers (9,)" in single.why
     assert methods["LayerSkip style"].drafter == "early_exit(4, exits=own, k=2)"
     assert methods[HISPEC].drafter.startswith("cascade(early_exit(")
     assert methods[BELOW].drafter.startswith("cascade(ngram(")
