@@ -97,15 +97,15 @@ def check(
     fit = functools.partial(_fit, width=most + 1)
     laws = probs_from_logits(on_path(logits), context.sampling, prefix) if with_laws else None
     kept = jax.tree.map(fit, (run, logprobs, block, features, laws))
-    reading = None
-    if num_best:
-        seen = reading_of(read[:, : num_drafts + 1], logits, 1 + num_drafted, num_best)
-        reading = jax.tree.map(functools.partial(_fit, width=num_nodes + 1), seen)
+    seen = reading_of(read[:, : num_drafts + 1], logits, 1 + num_drafted, num_best)
+    reading = jax.tree.map(functools.partial(_fit, width=num_nodes + 1), seen)
     return Checked(verdict._replace(path=None), *kept, reading=reading)
 
 
-def reading_of(tokens: Array, logits: Array, num_tokens: Array, num_best: int) -> Reading:
-    """What is told of a pass over `tokens` `[B, N]` with `logits` `[B, N, V]`."""
+def reading_of(tokens: Array, logits: Array, num_tokens: Array, num_best: int) -> Reading | None:
+    """What is told of a pass over `tokens` `[B, N]` with `logits` `[B, N, V]`, if anybody asks."""
+    if not num_best:
+        return None
     count = jnp.minimum(num_tokens, tokens.shape[1])
     return Reading(tokens, jax.lax.top_k(logits, num_best)[1].astype(jnp.int32), count)
 

@@ -167,10 +167,8 @@ def read_prompts(
         places = jnp.clip(slots + 1, 0, nowhere - 1)
         tokens = jnp.take_along_axis(state.tokens, places, axis=1)
         features = tuple(out.hidden[i] for i in config.drafter.taps)
-        reading = None
-        if config.drafter.num_best:
-            chunk = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
-            reading = reading_of(chunk, out.logits, count, config.drafter.num_best)
+        chunk = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
+        reading = reading_of(chunk, out.logits, count, config.drafter.num_best)
         passage = Passage(tokens, features, count, reading)
         drafter = config.drafter.read(drafter_params, drafter, context, passage)
         if scored:

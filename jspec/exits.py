@@ -67,7 +67,7 @@ def exit_logits(params: ExitParams, hidden: Array, *, eps: float, vocab_size: in
     """Logits `[B, T, V]` float32 over the target's tokens, -inf for those that the exit does not
     know, of residual streams `[B, T, D]`."""
     output = exit_output(params, hidden, eps=eps)
-    logits = jnp.einsum("BTD,VD->BTV", output, params.lm_head, preferred_element_type=jnp.float32)
+    logits = linear(output, params.lm_head, None, dtype=jnp.float32)
     return in_target_vocabulary(logits, params.token_ids, vocab_size)
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec import cache as cache_lib
-from jspec.drafters.base import Context
+from jspec.drafters.base import Context, rows_where
 from jspec.drafters.early_exit import Choice, Drafting, EarlyExit
 from jspec.errors import JspecError
 from jspec.exits import ExitParams
@@ -88,10 +88,5 @@ class Adaptive(EarlyExit):
         cache = cache_lib.open_block(context.cache, stream.shape[1])
         hidden, _ = forward_layers(target, self.config, (stream,), cache, layers=layers)
         new = self._at_exit(exit, hidden[-1], context, made)
-        kept = jax.tree.map(functools.partial(_rows, choice.sure), choice, new)
+        kept = jax.tree.map(functools.partial(rows_where, choice.sure), choice, new)
         return hidden[-1], kept
-
-
-def _rows(first: Array, x: Array, y: Array) -> Array:
-    """Rows of `x` where `first[b]`, of `y` elsewhere."""
-    return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

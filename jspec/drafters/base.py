@@ -174,3 +174,8 @@ def drafted_before(laws: Array) -> Array:
     """`[B]`: drafts before the first whose law, of `[B, K, V]`, is all zeros."""
     some = jnp.any(laws > 0, axis=-1).astype(jnp.int32)
     return jnp.sum(jnp.cumprod(some, axis=1), axis=1, dtype=jnp.int32)
+
+
+def rows_where(chosen: Array, x: Array, y: Array) -> Array:
+    """Rows of `x` where `chosen` `[B]`, of `y` elsewhere."""
+    return jnp.where(chosen.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
-from jspec.drafters.base import Context, Draft, Drafter, Passage
+from jspec.drafters.base import Context, Draft, Drafter, Passage, rows_where
 from jspec.errors import JspecError
 from jspec.tree import Tree
 
@@ -77,7 +76,7 @@ class FirstOf:
             other = jax.lax.cond(
                 jnp.any(needed), lambda i=i: _framed(proposal(i), frame, V), lambda mine=mine: mine
             )
-            draft = jax.tree.map(functools.partial(_where, needed), other, mine)
+            draft = jax.tree.map(functools.partial(rows_where, needed), other, mine)
         return draft, state
 
 
@@ -124,7 +123,3 @@ def _framed(draft: Draft, frame: _Frame, vocab_size: int) -> Draft:
         tree = Tree(parents=parents, depth=depth, branching=branching)
     tokens = jnp.pad(draft.tokens, [(0, 0), (0, missing)])
     return Draft(tokens, probs, draft.num_drafted, tree)
-
-
-def _where(rows: Array, x: Array, y: Array) -> Array:
-    return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
