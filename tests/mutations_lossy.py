@@ -26,15 +26,15 @@ EXITS_AND_LOSSY = (
     (
         "adaptive: the law of the first exit for a token that left at a later one",
         "jspec/drafters/adaptive.py",
-        "kept = jax.tree.map(functools.partial(_rows, choice.sure), choice, new)",
-        "kept = jax.tree.map(functools.partial(_rows, choice.sure), choice, new)"
+        "kept = jax.tree.map(functools.partial(rows_where, choice.sure), choice, new)",
+        "kept = jax.tree.map(functools.partial(rows_where, choice.sure), choice, new)"
         "._replace(law=choice.law)",
         "tests/test_laws_adaptive.py -k 'law and adaptive'",
     ),
     (
         "adaptive: a row takes the deepest exit that any row needs",
         "jspec/drafters/adaptive.py",
-        "kept = jax.tree.map(functools.partial(_rows, choice.sure), choice, new)",
+        "kept = jax.tree.map(functools.partial(rows_where, choice.sure), choice, new)",
         "kept = new",
         "tests/drafters/test_adaptive.py -k 'leaves and 3'",
     ),
