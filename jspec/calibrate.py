@@ -29,7 +29,7 @@ from jspec.engine.requests import SamplingParams
 from jspec.engine.timing import LOOP, passes
 from jspec.errors import JspecError
 from jspec.exits import ExitParams, exit_logits, exit_model
-from jspec.llm import LLM
+from jspec.llm import LLM, default_widths
 from jspec.model import Model, embed, forward_layers, llama
 from jspec.params import Params
 from jspec.plans import NGRAMS, Costs, Sight
@@ -93,22 +93,40 @@ def see(
     width = max(64, 1 << (len(text) - 1).bit_length())
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(text)] = text
-    place = slice(len(prompt) - 1, len(text) - 1)  # what is said behind these is about the answer
-    said = _listen(params, exits, tokens, config=config)
     lengths = np.arange(len(prompt), len(text), dtype=np.int32)
     drafts, counts = jax.device_get(_ngram_proposals(tokens, lengths))
+    offered = np.zeros_like(drafts)
+    for ahead in range(drafts.shape[1]):  # what was proposed for a place so many places before
+        offered[ahead:, ahead] = drafts[: len(drafts) - ahead, ahead]
+    found = _listen(params, exits, tokens, lengths - 1, offered, config=config)
+    said, named, gaps = jax.device_get(found)
     return Sight(
         best=np.asarray(answer, np.int32),
-        said={layer: np.asarray(row[0, place]) for layer, row in said.items()},
+        said=said,
         ngrams=[draft[:count].tolist() for draft, count in zip(drafts, counts, strict=True)],
+        gaps={
+            layer: [
+                dict(zip(*here, strict=True))
+                for here in zip(named.tolist(), rows.tolist(), strict=True)
+            ]
+            for layer, rows in gaps.items()
+        },
     )
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _listen(
-    params: Params, exits: Mapping[int, ExitParams], tokens: Array, *, config: ModelConfig
-) -> dict[int, Array]:
-    """The likeliest token `[1, S]` of each exit behind every token of a text."""
+    params: Params,
+    exits: Mapping[int, ExitParams],
+    tokens: Array,
+    places: Array,
+    offered: Array,
+    *,
+    config: ModelConfig,
+) -> tuple[dict[int, Array], Array, dict[int, Array]]:
+    """What exits say behind `places` `[N]` of a text `[1, S]`: the likeliest token `[N]` of each;
+    these and what was `offered` `[N, O]`, together; and how far each exit has each of them below
+    its best."""
     cache = _empty_cache(llama(config), 1, tokens.shape[1], params.embed.dtype)
     hidden, _ = forward_layers(
         params,
@@ -118,10 +136,18 @@ def _listen(
         layers=range(max(exits)),
     )
     eps, V = config.rms_norm_eps, config.vocab_size
-    return {
-        layer: argmax(exit_logits(exit, hidden[layer], eps=eps, vocab_size=V))
+    logits = {
+        layer: exit_logits(exit, hidden[layer][:, places], eps=eps, vocab_size=V)[0]
         for layer, exit in exits.items()
     }
+    said = {layer: argmax(each) for layer, each in logits.items()}
+    named = jnp.concatenate([jnp.stack([*said.values()], axis=1), offered], axis=1)
+
+    def gaps(logits: Array) -> Array:
+        here = jnp.take_along_axis(logits, named, axis=1)
+        return jnp.max(logits, axis=1, keepdims=True) - here
+
+    return said, named, {layer: gaps(each) for layer, each in logits.items()}
 
 
 @jax.jit
@@ -153,6 +179,7 @@ def measure_costs(
     runs[NGRAMS, 0] = functools.partial(_searches, jnp.zeros((1, 2 * _CONTEXT), jnp.int32))
     took = _timed(runs, repeats)
     layers = [(took[high, w] - took[low, w]) / (high - low) for w in _WIDTHS]
+    *narrower, _ = default_widths(_WIDTHS[-1], params.embed.dtype.name)
     return Costs(
         widths=_WIDTHS,
         layer=tuple(layers),
@@ -160,6 +187,7 @@ def measure_costs(
         exit=tuple(took[low, w] - low * one for w, one in zip(_WIDTHS, layers, strict=True)),
         ngrams=took[NGRAMS, 0],
         num_layers=L,
+        narrow=narrower[0] if narrower else None,
     )
 
 

@@ -52,6 +52,7 @@ def check(
     max_logprobs: int = 0,
     num_best: int = 0,
     with_laws: bool = False,
+    leaning: float = 0.0,
     rule: Rule = verify,
 ) -> Checked:
     """Judges a draft by the model's law.
@@ -63,6 +64,8 @@ def check(
       taps: hidden states to hand on.
       num_best: likeliest tokens to name behind each token that was read, kept or not.
       with_laws: hand on the laws as well, for whom the outcome is a draft.
+      leaning: what the model's logits of drafted tokens are raised by, so that they stand more
+        often; the law is then that of the raised logits, and only for drafts that are certain.
       rule: what judges.
     """
     num_nodes = draft.tokens.shape[1]
@@ -78,6 +81,9 @@ def check(
     cache = cache_lib.open_block(context.cache, width, depths=depths, mask=mask)
     out = _forward(model, params, read, cache, start)
     logits = out.logits[:, : num_drafts + 1]
+    if leaning:
+        assert probs is None, "a law that depends on the drafts needs them to be certain"
+        logits = _leaning_to(tokens, num_drafted, tree, logits, leaning)
     verdict = rule(
         tokens,
         probs,
@@ -108,6 +114,16 @@ def reading_of(tokens: Array, logits: Array, num_tokens: Array, num_best: int) -
         return None
     count = jnp.minimum(num_tokens, tokens.shape[1])
     return Reading(tokens, jax.lax.top_k(logits, num_best)[1].astype(jnp.int32), count)
+
+
+def _leaning_to(
+    tokens: Array, num_drafted: Array, tree: Tree | None, logits: Array, leaning: float
+) -> Array:
+    """`logits` `[B, P+1, V]` with those of the drafts `[B, P]` raised where they would stand."""
+    rows, places = jnp.arange(num_drafted.size)[:, None], jnp.arange(tokens.shape[1])
+    raised = jnp.where(places < num_drafted[:, None], leaning, 0.0).astype(logits.dtype)
+    parents = places if tree is None else tree.parents
+    return logits.at[rows, parents, tokens].add(raised)
 
 
 def _forward(model: Model, params: Any, block: Array, cache: Cache, start: Start | None) -> Output:

@@ -10,7 +10,7 @@ table that comes of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jspec.config import ModelConfig
 from jspec.plans import Costs, Sight
@@ -79,9 +79,8 @@ def counted(size: Size, gpu: Gpu = H100) -> Costs:
 def stretched(texts: Sequence[Sight], num_layers: int, to: int) -> list[Sight]:
     """The same texts as if a model of `to` layers had said them: its exits stand at the same shares
     of its depth."""
-    return [
-        text._replace(
-            said={max(1, round(layer * to / num_layers)): row for layer, row in text.said.items()}
-        )
-        for text in texts
-    ]
+
+    def deeper[Row](rows: Mapping[int, Row]) -> dict[int, Row]:
+        return {max(1, round(layer * to / num_layers)): row for layer, row in rows.items()}
+
+    return [text._replace(said=deeper(text.said), gaps=deeper(text.gaps)) for text in texts]

@@ -309,8 +309,9 @@ def exits_of(source: str | None, loading: Loading) -> dict[int, ExitParams]:
 
 def _cascade(call: Call, loading: Loading) -> Found:
     window, call = call.take("window")
+    lenience, call = call.take("lenience")
     if len(call.parts) != 2:
-        raise JspecError("cascade: write cascade(DRAFTER, VERIFIER, window=4)")
+        raise JspecError("cascade: write cascade(DRAFTER, VERIFIER, window=4, lenience=1)")
     call.expect(2)
     drafter, drafter_params = _load(call.parts[0], loading)
     _refuse_lossy(drafter, call.name)
@@ -322,8 +323,10 @@ def _cascade(call: Call, loading: Loading) -> Found:
             "a later exit"
         )
     size = Cascade.window if window is None else _number(call, "window", window)
-    name = f"cascade({drafter.name}, {verifier.name}, window={size})"
-    return Cascade(drafter, verifier, size, name=name), (drafter_params, verifier_params)
+    leans = Cascade.lenience if lenience is None else _probability(call, "lenience", lenience)
+    lenient = "" if leans == 1 else f", lenience={leans}"
+    name = f"cascade({drafter.name}, {verifier.name}, window={size}{lenient})"
+    return Cascade(drafter, verifier, size, leans, name=name), (drafter_params, verifier_params)
 
 
 def _num_shared(part: Drafter) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ class Plan:
     num_drafts: int
     """K of the first."""
     window: int = 4
+    lenience: float = 1.0
+    """Of those that check."""
 
     @property
     def drafter(self) -> str:
@@ -38,8 +41,9 @@ class Plan:
         name = f"early_exit({self.layers[0]}, k={self.num_drafts})"
         if self.layers[0] == NGRAMS:
             name = f"ngram(k={self.num_drafts})"
+        lenient = "" if self.lenience == 1 else f", lenience={self.lenience}"
         for layer in self.layers[1:]:
-            name = f"cascade({name}, early_exit:{layer}, window={self.window})"
+            name = f"cascade({name}, early_exit:{layer}, window={self.window}{lenient})"
         return name
 
 
@@ -52,6 +56,9 @@ class Sight(NamedTuple):
     """Layers below an exit -> `[N]`: the exit's likeliest token."""
     ngrams: Sequence[Sequence[int]]
     """N proposals of the n-gram drafter, the longest that it made of the text before."""
+    gaps: Mapping[int, Sequence[Mapping[int, float]]]
+    """Layers below an exit -> N times: tokens that n-grams or exits say at this place, and how far
+    the exit's logit of each is below its best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,9 @@ class Costs:
     ngrams: float
     """A proposal of n-grams."""
     num_layers: int
+    narrow: int | None = None
+    """Tokens of the narrow block, where a check runs at if its drafts fit (`decode.DecodeConfig`);
+    None: all run at the widest."""
 
     def at(self, part: str, width: int) -> float:
         return float(np.interp(width, self.widths, getattr(self, part)))
@@ -112,6 +122,8 @@ def replay(plan: Plan, texts: Sequence[Sight], costs: Costs) -> Forecast:
             accepted = _agreeing(proposal.tokens, text.best[place:])
             rest = costs.num_layers - proposal.layers
             size = _width(plan, len(plan.layers) - 1)
+            if costs.narrow is not None and len(proposal.tokens) < costs.narrow:
+                size = costs.narrow
             drafting += proposal.seconds
             seconds += proposal.seconds + rest * costs.at("layer", size) + costs.at("head", size)
             tokens += min(accepted + 1, end - place)
@@ -150,8 +162,9 @@ def _propose(plan: Plan, level: int, text: Sight, place: int, costs: Costs) -> _
     while len(tokens) < plan.window and place + len(tokens) < len(said):
         here = place + len(tokens)
         below = _propose(plan, level - 1, text, here, costs)
-        accepted = _agreeing(below.tokens, said[here:])
-        tokens += said[here : here + accepted + 1].tolist()
+        accepted = _standing(below.tokens, text.gaps[layer][here:], plan.lenience)
+        tokens += below.tokens[:accepted]
+        tokens += said[here + accepted : here + accepted + 1].tolist()
         rest = layer - below.layers
         seconds += below.seconds + rest * costs.at("layer", size) + costs.at("exit", size)
     seconds += layer * costs.at("layer", 1)  # the last of them, which no round has read
@@ -166,18 +179,31 @@ def _agreeing(drafts: Sequence[int], wanted: np.ndarray) -> int:
     return min(len(drafts), len(wanted))
 
 
+def _standing(drafts: Sequence[int], gaps: Sequence[Mapping[int, float]], lenience: float) -> int:
+    """How many of the drafts a verifier lets through before the first that it does not."""
+    most = -math.log(lenience)
+    for i, (draft, gap) in enumerate(zip(drafts, gaps, strict=False)):
+        if gap.get(draft, math.inf) > most:
+            return i
+    return min(len(drafts), len(gaps))
+
+
 def candidates(
-    exits: Iterable[int], levels: int, *, drafts: Sequence[int] = (1, 2, 3, 4), ngrams: bool = False
+    exits: Iterable[int],
+    levels: int,
+    *,
+    drafts: Sequence[int] = (1, 2, 3, 4, 6),
+    ngrams: bool = False,
 ) -> list[Plan]:
-    """All plans of so many exits, of n-grams and one exit less if `ngrams`; windows of 2 to 6."""
+    """All plans of so many exits, of n-grams and one exit less if `ngrams`; windows of 1 to 6."""
     exits = sorted(exits)
     rows = itertools.combinations(exits, levels - ngrams)
-    windows = (2, 3, 4, 6) if levels > 1 else (Plan.window,)
+    windows = (1, 2, 4, 6) if levels > 1 else (Plan.window,)
+    leniences = (1.0, 0.1, 0.01) if levels > 1 else (Plan.lenience,)
     return [
-        Plan(((NGRAMS,) if ngrams else ()) + row, K, window)
+        Plan(((NGRAMS,) if ngrams else ()) + row, *settings)
         for row in rows
-        for K in drafts
-        for window in windows
+        for settings in itertools.product(drafts, windows, leniences)
     ]
 
 

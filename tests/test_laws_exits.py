@@ -33,6 +33,7 @@ TARGET = Target(
 )
 EXIT = EarlyExit(CONFIG, 1, 2)
 TWO = Cascade(EXIT, exit_verifier(CONFIG, 2), window=2)
+LENIENT = Cascade(EXIT, exit_verifier(CONFIG, 2), window=2, lenience=0.3)
 BELOW = MINE[1].replace(lm_head=MINE[1].lm_head[:4], token_ids=jnp.arange(4))
 CASES = {
     "early exit": (EarlyExit(CONFIG, 2, 3), MINE),
@@ -40,6 +41,15 @@ CASES = {
     "cascade of two": (TWO, (MINE, MINE)),
     "cascade of three": (Cascade(TWO, exit_verifier(CONFIG, 3), window=2), ((MINE, MINE), MINE)),
     "n-grams below an exit": (Cascade(NgramDrafter(2), exit_verifier(CONFIG, 2), 2), ((), MINE)),
+    "n-grams below a lenient exit": (
+        Cascade(NgramDrafter(2), exit_verifier(CONFIG, 2), 2, lenience=0.1),
+        ((), MINE),
+    ),
+    "lenient cascade of two": (LENIENT, (MINE, MINE)),
+    "lenient cascade of three": (
+        Cascade(LENIENT, exit_verifier(CONFIG, 3), window=2, lenience=0.5),
+        ((MINE, MINE), MINE),
+    ),
     "an exit below one that knows four tokens": (TWO, (MINE, (PARAMS, BELOW))),
 }
 

@@ -26,6 +26,10 @@ SIGHT = Sight(
         2: np.array([1, 2, 3, 9, 5, 6]),
     },
     ngrams=[[1, 2], [], [], [4, 5, 6], [], []],
+    gaps={
+        1: [{1: 0.0}, {9: 0.0, 2: 1.0}, {3: 0.0}, {9: 0.0, 4: 3.0}, {5: 0.0}, {9: 0.0, 6: 1.0}],
+        2: [{1: 0.0}, {2: 0.0}, {3: 0.0}, {9: 0.0, 4: 0.5}, {5: 0.0}, {6: 0.0}],
+    },
 )
 COSTS = Costs(
     widths=(1, 9), layer=(1.0, 1.8), head=(2.0, 2.8), exit=(0.5, 1.3), ngrams=0.25, num_layers=4
@@ -69,17 +73,36 @@ def test_a_cascade_by_hand():
     assert found.seconds == pytest.approx(((2 + 1) * inner + 2 * last + 2 * check) / 2)
 
 
+def test_a_lenient_cascade_by_hand():
+    """Strictly 1 stands and 9 comes behind it; leniently 1 2 stand and 3 comes, all of them right,
+    the target adds 4; then the exit says 5 where n-grams know nothing."""
+    strict = replay(Plan((0, 1), 2, window=1), [SIGHT], COSTS)
+    assert strict.length == 2.0
+    assert strict.drafted == pytest.approx((2 + 1 + 1) / 3)
+    costs = dataclasses.replace(COSTS, narrow=2)
+    found = replay(Plan((0, 1), 2, window=1, lenience=0.1), [SIGHT], costs)
+    assert found.length == 3.0
+    assert found.drafted == 2.0
+    draft = 0.25 + 1.2 + 0.7 + 1.0  # n-grams, a layer and its word over three, the last token
+    wide, narrow = (3 * costs.at("layer", w) + costs.at("head", w) for w in (4, 2))
+    assert found.seconds == pytest.approx(draft + (wide + narrow) / 2)
+
+
 def test_names_that_the_engine_reads():
     assert Plan((3,), 2).drafter == "early_exit(3, k=2)"
     assert Plan((0, 4, 9), 5, 2).drafter == (
         "cascade(cascade(ngram(k=5), early_exit:4, window=2), early_exit:9, window=2)"
     )
 
+    assert Plan((0, 4), 5, 2, lenience=0.1).drafter == (
+        "cascade(ngram(k=5), early_exit:4, window=2, lenience=0.1)"
+    )
+
 
 def test_candidates_and_ranking():
     plans = candidates((2, 1), 2, drafts=(1, 2))
     assert {plan.layers for plan in plans} == {(1, 2)}
-    assert len(plans) == 2 * 4
+    assert len(plans) == 2 * 4 * 3
     assert {plan.layers for plan in candidates((1, 2), 2, ngrams=True)} == {(0, 1), (0, 2)}
     order = ranked([Plan((1,), 2), Plan((2,), 3), Plan((0,), 2)], [SIGHT], COSTS)
     assert [f.plan.layers for f in order] == [(0,), (2,), (1,)]
@@ -88,7 +111,7 @@ def test_candidates_and_ranking():
 
 def test_no_text():
     with pytest.raises(JspecError, match="no text to calibrate on"):
-        replay(Plan((1,), 2), [Sight(BEST[:0], {1: BEST[:0]}, [])], COSTS)
+        replay(Plan((1,), 2), [Sight(BEST[:0], {1: BEST[:0]}, [], {1: []})], COSTS)
 
 
 L = 4
@@ -129,6 +152,7 @@ def test_the_replay_is_what_the_engine_does(target, answer, layer, K):
 
 def test_n_grams_are_replayed_as_the_engine_has_them(target, answer):
     sight = see(target, DEEP, {1: own_exit(target)}, PROMPT, answer)
+    assert all(gap[said] == 0 for gap, said in zip(sight.gaps[1], sight.said[1], strict=True))
     rounds = engine_rounds(target, NgramDrafter(8), ())
     assert 48 / replay(Plan((0,), 8), [sight], COSTS).length == pytest.approx(rounds)
 
@@ -140,6 +164,16 @@ def test_cascades_are_replayed_nearly_as_the_engine_has_them(target, answer):
     drafter = Cascade(EarlyExit(DEEP, 1, 2), exit_verifier(DEEP, 2), 3)
     rounds = engine_rounds(target, drafter, (mine, mine))
     assert 48 / replay(Plan((1, 2), 2, 3), [sight], COSTS).length == pytest.approx(rounds, rel=0.15)
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.2, 1e-30])
+def test_n_grams_below_an_exit_are_replayed_as_the_engine_has_them(target, answer, lenience):
+    mine = (target, own_exit(target))
+    sight = see(target, DEEP, dict.fromkeys((1, 2, 3), mine[1]), PROMPT, answer)
+    drafter = Cascade(NgramDrafter(3), exit_verifier(DEEP, 2), 1, lenience)
+    rounds = engine_rounds(target, drafter, ((), mine))
+    found = replay(Plan((0, 2), 3, 1, lenience), [sight], COSTS)
+    assert 48 / found.length == pytest.approx(rounds, rel=0.05)
 
 
 def test_measured_costs(target):

@@ -10,6 +10,12 @@ With two exits it is HiSpec; a cascade can be the drafter of another, to any dep
     c | x y u | v w            five tentative tokens, each with the inner verifier's law
     the target accepts x y u, recovers z: emitted x y u z
 
+With a *lenience* below 1 the inner verifier leans to what it is shown: its logits of drafted tokens
+are raised by -log(lenience), so that greedily a draft stands whose probability is at least that
+share of the best one's (Leviathan et al., arXiv 2211.17192, A.5). It then has another law, one that
+depends on the drafts; given them, that is what the tokens are drawn from, so the target's check is
+as lossless as before. What drafts is better than the verifier at times: n-grams below an exit.
+
 Rows fill their windows at different speeds: a row that has is idle until all have. Tentative
 tokens are in flight all the while (`cache.hold`): no page has seen them.
 """
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -67,12 +74,16 @@ class Cascade:
     window: int = 4
     """Tokens (HiSpec's N_i) that every row has when the target checks; a row may have up to the
     inner drafter's K more."""
+    lenience: float = 1.0
+    """In (0, 1]; 1: the inner verifier's law is its own."""
     name: str = "cascade"
     num_best: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise JspecError(f"cascade: window={self.window} must be at least 1")
+        if not 0 < self.lenience <= 1:
+            raise JspecError(f"cascade: lenience={self.lenience} must be above 0 and at most 1")
         if self.drafter.num_draft_nodes != self.drafter.num_speculative_tokens:
             raise JspecError(f"cascade: its drafter {self.drafter.name} must draft chains")
         if self.drafter.num_best:
@@ -206,6 +217,8 @@ class Cascade:
     def _check(self, params: Any, context: Context, draft: Draft) -> Checked:
         K = self.drafter.num_speculative_tokens
         taps = self.verifier.says
+        if self.lenience < 1:
+            draft = draft._replace(probs=None)  # the law is that given the drafts
         return check(
             self.verifier.model,
             params[1],
@@ -215,6 +228,7 @@ class Cascade:
             most=K,
             taps=taps,
             with_laws=True,
+            leaning=-math.log(self.lenience),
         )
 
     def _behind(self, context: Context, found: _Tentative) -> Context:

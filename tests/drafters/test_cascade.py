@@ -1,6 +1,7 @@
 """Speculation inside a drafter: text, acceptance, levels, rows of different speed."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +16,12 @@ from tiny import (
     start,
     text_of_the_target,
     trained_head,
+    uncached,
 )
 
+from jspec.check import check
 from jspec.decode import DecodeConfig
+from jspec.drafters.base import Context, Draft
 from jspec.drafters.cascade import Cascade
 from jspec.drafters.early_exit import EarlyExit
 from jspec.drafters.head import HeadDrafter
@@ -36,6 +40,7 @@ CASES = (
     "two exits",
     "three levels",
     "n-gram below an exit",
+    "n-gram below a lenient exit",
     "a model of its own",
     "its own exit below a model",
     "n-gram below a head",
@@ -85,6 +90,10 @@ def cases(target, head):
         "three levels": exits(target, 1, 2, 4),
         "n-gram below an exit": (
             Cascade(NgramDrafter(3), exit_verifier(DEEP, 2), 2),
+            ((), (target, own_exit(target))),
+        ),
+        "n-gram below a lenient exit": (
+            Cascade(NgramDrafter(3), exit_verifier(DEEP, 2), 2, lenience=0.05),
             ((), (target, own_exit(target))),
         ),
         "a model of its own": (
@@ -176,7 +185,43 @@ def test_a_head_checks_by_the_law_that_it_drafts_by(temperature, below, head):
     assert accepted.sum() >= its.sum()
 
 
+def judged(drafts, counts, leaning):
+    """What the target, leaning so much to drafts `[B, 2]` behind a token 7, says of them."""
+    config = DecodeConfig(TARGET, NoDrafter(), (3,))
+    state = start(config, [[7]] * len(drafts), max_tokens=8)
+    context = Context(state.tokens, state.lengths, state.sampling, state.cache)
+    draft = Draft(jnp.asarray(drafts), None, jnp.asarray(counts))
+    found = check(TARGET, params(), context, draft, width=3, most=2, taps=(), leaning=leaning)
+    return found.verdict.num_accepted.tolist(), found.verdict.next_token.tolist()
+
+
+def test_a_lenient_verifier_lets_through_what_is_nearly_its_best():
+    """Greedily a draft stands if its logit is at most so much below the best."""
+    drafts = [[3, 5], [11, 2], [7, 9], [1, 1]]
+    logits = np.asarray(uncached(TARGET, params(), jnp.asarray([[7, *d] for d in drafts]))[0])
+    gaps = np.array([logits[b].max(-1)[:2] - logits[b, range(2), d] for b, d in enumerate(drafts)])
+    for low, high in itertools.pairwise(sorted(gaps.ravel())):
+        leaning = float(low + high) / 2
+        stands = gaps < leaning
+        assert judged(drafts, [2] * 4, leaning)[0] == stands.cumprod(1).sum(1).tolist()
+    # It leans to no draft that does not count.
+    accepted, behind = judged(drafts, [1] * 4, 100.0)
+    assert accepted == [1] * 4
+    assert behind == logits[:, 1].argmax(-1).tolist()
+
+
+def test_a_lenient_cascade_drafts_what_is_below_it():
+    """Almost no lenience: n-grams stand as they are, and the exit only says what comes behind."""
+    target = params()
+    drafter = Cascade(NgramDrafter(3), exit_verifier(DEEP, 2), 1, lenience=1e-30)
+    state = decode(target, drafter, ((), (target, own_exit(target))))
+    assert counts_of(state).drafted[:, 2].sum() > 0
+
+
 def test_bad_cascades():
+    for lenience in (0.0, 1.5):
+        with pytest.raises(JspecError, match=f"lenience={lenience} must be above 0 and at most 1"):
+            Cascade(NgramDrafter(3), exit_verifier(DEEP, 2), lenience=lenience)
     with pytest.raises(JspecError, match="cascade: window=0 must be at least 1"):
         Cascade(NgramDrafter(3), exit_verifier(DEEP, 2), 0)
     with pytest.raises(JspecError, match="an exit behind 5 layers: the model has 5"):
