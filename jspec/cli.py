@@ -292,15 +292,18 @@ def _bench_hierarchy(
     from jspec import benchmark, terminal
 
     questions = benchmark.select_prompts(benchmark.load_prompts(prompts), limit=options["limit"])
-    with terminal.Steps() as steps, terminal.sure_interrupt(steps):
-        steps.update("starting", 0, 0)
-        from jspec import hierarchy, hierarchy_table
+    with terminal.Steps() as steps:
+        with terminal.sure_interrupt(steps):
+            steps.update("starting", 0, 0)
+            from jspec import hierarchy, hierarchy_table
 
         settings = hierarchy.Settings(str(prompts), batch_sizes=batch_sizes, **options)
         report = hierarchy.run(settings, questions, steps.update)
     hierarchy_table.print_report(report)
     if json_out is not None:
         hierarchy.write_json(report, json_out)
+    if report.stopped_by is not None:
+        raise report.stopped_by
 
 
 @app.command()

@@ -97,6 +97,8 @@ class Report:
     """Layers below an exit -> share of places where it says what the target says."""
     predicted: tuple[Prediction, ...]
     """For sizes that were not run."""
+    stopped_by: BaseException | None = None
+    """What ended the run before the last batch size; the cells are of those before it."""
 
 
 class _Bench:
@@ -129,7 +131,8 @@ class _Bench:
 
 
 def run(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -> Report:
-    """Calibrates on some of the prompts, then times every method at every batch size on all."""
+    """Calibrates on some of the prompts, then times every method at every batch size on all. A stop
+    once a size is done ends it early, see `stopped_by`."""
     most = max(settings.batch_sizes)
     if len(prompts) < most:
         raise JspecError(f"{len(prompts)} prompts: a batch of {most} needs as many (--batch-sizes)")
@@ -137,17 +140,24 @@ def run(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -> Re
     every = max(1, len(prompts) // settings.num_calibration_prompts)
     found = calibrate(bench.plain, bench.prompts[::every], progress=progress)
     methods = choose(found, shipped_head(bench.plain.target))
-    sizes = [_at_size(bench, methods, size) for size in settings.batch_sizes]
+    done: dict[int, _Size] = {}
+    stopped_by = None
+    try:
+        for size in settings.batch_sizes:
+            done[size] = _at_size(bench, methods, size)
+    except (KeyboardInterrupt, JspecError) as error:
+        if not done:
+            raise
+        stopped_by = error
     return Report(
         settings=settings,
         methods=tuple(methods),
-        cells=tuple(cell for one in sizes for cell in one.cells),
-        plain_tokens_per_second=dict(
-            zip(settings.batch_sizes, (one.plain_speed for one in sizes), strict=True)
-        ),
-        resident_bytes=sizes[0].resident_bytes,
+        cells=tuple(cell for one in done.values() for cell in one.cells),
+        plain_tokens_per_second={size: one.plain_speed for size, one in done.items()},
+        resident_bytes=next(iter(done.values())).resident_bytes,
         agreement=plans.agreement(found.texts),
         predicted=tuple(predict(found)),
+        stopped_by=stopped_by,
     )
 
 
@@ -292,5 +302,10 @@ def _speed(batches: Sequence[Sequence[RequestOutput]]) -> float:
 
 def write_json(report: Report, path: Path) -> None:
     """Every figure, the settings, the versions and the machine."""
-    values = dataclasses.asdict(report) | {"environment": benchmark.environment()}
+    values = {
+        "complete": report.stopped_by is None,
+        "environment": benchmark.environment(),
+        **dataclasses.asdict(dataclasses.replace(report, stopped_by=None)),
+    }
+    del values["stopped_by"]
     path.write_text(json.dumps(values, indent=1) + "\n", "utf-8")

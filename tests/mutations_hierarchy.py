@@ -75,9 +75,38 @@ HIERARCHY = (
     (
         "plans: exits are asked about the place after",
         "jspec/calibrate.py",
-        "place = slice(len(prompt) - 1, len(text) - 1)",
-        "place = slice(len(prompt), len(text))",
+        "_listen(params, exits, tokens, lengths - 1, offered, config=config)",
+        "_listen(params, exits, tokens, lengths, offered, config=config)",
         "tests/test_plans.py -k engine",
+    ),
+    (
+        "plans: a draft is judged at the place after",
+        "jspec/calibrate.py",
+        "offered[ahead:, ahead] = drafts[: len(drafts) - ahead, ahead]",
+        "offered[:, ahead] = drafts[:, ahead]",
+        "tests/test_plans.py -k below_an_exit",
+    ),
+    (
+        "plans: lenience lets through what is just as far off",
+        "jspec/plans.py",
+        "if gap.get(draft, math.inf) > most:",
+        "if gap.get(draft, math.inf) >= most:",
+        "tests/test_plans.py -k by_hand",
+    ),
+    (
+        "lenient cascade: hands out the law that the verifier had before it leant",
+        "jspec/check.py",
+        "laws = probs_from_logits(on_path(logits), context.sampling, prefix) if with_laws else None",
+        "laws = probs_from_logits(on_path(out.logits[:, : num_drafts + 1]), context.sampling, "
+        "prefix) if with_laws else None",
+        "tests/test_laws_exits.py -k lenient",
+    ),
+    (
+        "lenient cascade: leans to drafts that do not count",
+        "jspec/check.py",
+        "jnp.where(places < num_drafted[:, None], leaning, 0.0)",
+        "jnp.where(places >= 0, leaning, 0.0)",
+        "tests/drafters/test_cascade.py -k nearly_its_best",
     ),
     (
         "names: an exit may check a later one",

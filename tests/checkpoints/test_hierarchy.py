@@ -36,7 +36,13 @@ def calibration():
         ngrams=0.01,
         num_layers=12,
     )
-    return Calibration((Sight(BEST, said, ngrams),), costs, (2, 4, 9))
+    gaps = {
+        layer: [
+            {int(BEST[i]): 1.0} | {int(row[i]): 0.0} for i in range(200)
+        ]
+        for layer, row in said.items()
+    }
+    return Calibration((Sight(BEST, said, ngrams, gaps),), costs, (2, 4, 9))
 
 
 def test_what_is_chosen_and_why():
@@ -74,7 +80,7 @@ def test_counted_costs():
 
 def test_exits_keep_their_share_of_the_depth():
     (text,) = stretched(calibration().texts, 12, 32)
-    assert list(text.said) == [5, 11, 24]
+    assert list(text.said) == list(text.gaps) == [5, 11, 24]
 
 
 def test_predictions_are_of_every_size_and_kind():
@@ -85,11 +91,10 @@ def test_predictions_are_of_every_size_and_kind():
     assert all(p.speedup > 0.5 for p in predicted)
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def run_tiny(folder_of, batch_sizes, at_size=hierarchy._at_size):
     """A run on a tiny model of four layers, two of the methods and one that is lossy."""
     config = hf_config(num_hidden_layers=4, max_position_embeddings=1024)
-    folder = write_hf(tmp_path_factory.mktemp("models") / "tiny", config, hf_tensors(config))
+    folder = write_hf(folder_of / "tiny", config, hf_tensors(config))
     prompts = [Prompt(str(i), "c", text) for i, text in enumerate(("hello", "w hell", "he", "o"))]
     methods = [
         Method(SINGLE, "early_exit(2, k=2)", "because"),
@@ -97,12 +102,37 @@ def report(tmp_path_factory):
         Method("SPRINTER (lossy)", "lossy_sprinter(1, threshold=0.01)", "for comparison"),
     ]
     settings = Settings(
-        "p", str(folder), "float32", max_tokens=12, batch_sizes=(2,), num_calibration_prompts=1
+        "p", str(folder), "float32", 12, batch_sizes=batch_sizes, num_calibration_prompts=1
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchy, "choose", lambda *_: methods)
         patch.setattr(hierarchy, "calibrate", lambda *_, **__: calibration())
+        patch.setattr(hierarchy, "_at_size", at_size)
         return hierarchy.run(settings, prompts, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return run_tiny(tmp_path_factory.mktemp("models"), (2,))
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), JspecError("no room for a batch of 4")])
+def test_what_is_done_survives_a_stop(stop, tmp_path, capsys):
+    size = hierarchy._Size([hierarchy.Cell(SINGLE, 2, 9.0, 1.5, 1.5, 2.0, 0.5, 1.0)], 6.0, {})
+
+    def at_size(bench, methods, batch_size):
+        if batch_size == 4:
+            raise stop
+        return size
+
+    found = run_tiny(tmp_path, (2, 4), at_size)
+    assert found.stopped_by is stop
+    assert list(found.cells) == size.cells
+    assert found.plain_tokens_per_second == {2: 6.0}
+    hierarchy.write_json(found, tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["complete"] is False
+    with pytest.raises(type(stop)):  # nothing is done yet
+        run_tiny(tmp_path, (4,), at_size)
 
 
 def test_a_run(report):
