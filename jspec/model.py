@@ -181,6 +181,9 @@ def linear(
     transpose a weight of three axes."""
     leading, outer = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
     rows = x.reshape(*leading, -1)
+    is_single = math.prod(leading) == 1 and _is_slow_singly(x.dtype)
+    if is_single:
+        rows = jnp.concatenate([rows, rows], axis=-2)
     if isinstance(weight, QuantisedWeight):
         flat = quantised_product(rows, weight, dtype or x.dtype)
     else:
@@ -190,5 +193,12 @@ def linear(
             (((len(leading),), (1,)), ((), ())),
             preferred_element_type=dtype,
         )
+    if is_single:
+        flat = flat[..., :1, :]
     out = flat.reshape(*leading, *outer)
     return out if bias is None else out + bias
+
+
+def _is_slow_singly(dtype: Any) -> bool:
+    """Whether a product of one row is slower than one of two: XLA on a CPU, in 16-bit types."""
+    return dtype.itemsize == 2 and jax.default_backend() == "cpu"

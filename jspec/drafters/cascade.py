@@ -245,8 +245,7 @@ class Cascade:
         behind = self._behind(context, found)
         assert behind.cache is not None
         last = jnp.take_along_axis(found.text, behind.lengths[:, None] - 1, axis=1)
-        pair = jnp.concatenate([last, last], axis=1)  # a product of one row is slow in 16 bits
-        out = self.verifier.model.forward(params[1], pair, cache_lib.open_block(behind.cache, 2))
+        out = self.verifier.model.forward(params[1], last, cache_lib.open_block(behind.cache, 1))
         hidden = tuple(out.hidden[tap] for tap in self.verifier.says)
         new = _Kept(self._layers(cache_lib.own_block(out.cache)), hidden)
         rows = jnp.arange(found.num_tokens.size)

@@ -2,7 +2,7 @@
 
 Its cache stays two tokens behind: a draft step feeds the last two tokens and keeps the second's
 logits. So the token that a fully accepted draft ends in, which the draft model has never read,
-needs no special care, and no step is one token wide (slow in bfloat16 on a CPU).
+needs no special care.
 
     committed a b c d (L = 4), K = 2; pages hold a b
     step 0 reads (c d) at slots 2, 3  -> drafts x

@@ -141,14 +141,12 @@ class EarlyExit:
         )
 
     def _opened(self, context: Context) -> Cache:
-        """The target's cache with room for last token, drafts and a copy (see `_read`)."""
+        """The target's cache with room for last token and drafts."""
         assert context.cache is not None
-        return cache_lib.open_block(context.cache, self.num_speculative_tokens + 2)
+        return cache_lib.open_block(context.cache, self.num_speculative_tokens + 1)
 
     def _read(self, target: Params, context: Context, made: Drafting) -> Drafting:
-        """Takes the newest token through the layers below the exit. The copy that keeps a 16-bit
-        product from being one row high is written over by the next token."""
-        pair = jnp.stack([made.newest, made.newest], axis=1)
+        """Takes the newest token through the layers below the exit."""
         opened = self._opened(context)
         cache = opened.replace(
             block=(*made.block, *opened.block[self.layer :]),
@@ -156,7 +154,7 @@ class EarlyExit:
         )
         layers = range(self.layer)
         hidden, cache = forward_layers(
-            target, self.config, (embed(target, pair),), cache, layers=layers
+            target, self.config, (embed(target, made.newest[:, None]),), cache, layers=layers
         )
         streams = tuple(
             x.at[:, made.num_read].set(new[:, 0])
@@ -196,8 +194,7 @@ class EarlyExit:
 
     def _begun(self, context: Context, made: Drafting) -> tuple[KeysValues, ...]:
         """Keys and values `[B, K+1, Nkv, H]` of last token and drafts, below the exit."""
-        own = cache_lib.own_block(self._opened(context).replace(block=made.block))
-        return jax.tree.map(lambda x: x[:, : self.num_speculative_tokens + 1], own)
+        return cache_lib.own_block(self._opened(context).replace(block=made.block))
 
 
 def confidence(logits: Array, law: Array, context: Context) -> Array:

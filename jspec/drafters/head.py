@@ -96,7 +96,7 @@ class HeadDrafter:
             fused = heads.fuse(params, self.config, passage.features)
             hidden, cache = self._forward(params, passage.tokens, fused, cache)
             newest = jnp.maximum(count - 1, 0)[:, None, None]
-            output = _twice(jnp.take_along_axis(hidden, newest, axis=1))
+            output = jnp.take_along_axis(hidden, newest, axis=1)
             logits = heads.logits(params, self.config, output)[:, 0]
             carried = heads.carry(params, self.config, output)[:, 0]
             some = (count > 0)[:, None]
@@ -119,7 +119,7 @@ class HeadDrafter:
     def _chain(self, params: HeadParams, state: HeadState, context: Context) -> Draft:
         K, V = self.num_speculative_tokens, self.config.layers.vocab_size
         drafts = jnp.zeros((state.logits.shape[0], K), jnp.int32)
-        cache = cache_lib.open_block(state.cache, K + 1)
+        cache = cache_lib.open_block(state.cache, K)
         logits, carried, laws = state.logits, state.carried[:, None], []
         for i in range(K):
             known = heads.in_target_vocabulary(logits, params.token_ids, V)
@@ -127,12 +127,10 @@ class HeadDrafter:
             drafts = drafts.at[:, i].set(token)
             laws.append(law)
             if i + 1 < K:
-                # The copy's entry is written over by the next step.
-                pair = _twice(token[:, None]), _twice(carried)
-                hidden, cache = self._forward(params, *pair, cache)
+                hidden, cache = self._forward(params, token[:, None], carried, cache)
                 cache = cache.replace(in_flight=i + 1)
                 logits = heads.logits(params, self.config, hidden)[:, 0]
-                carried = heads.carry(params, self.config, hidden)[:, :1]
+                carried = heads.carry(params, self.config, hidden)
         laws = jnp.stack(laws, axis=1)
         return Draft(drafts, laws, drafted_before(laws))
 
@@ -170,11 +168,6 @@ class HeadDrafter:
         return heads.forward(
             params, self.config, tokens, carried, cache, positions=positions, attend=attend
         )
-
-
-def _twice(x: Array) -> Array:
-    """`[B, 2, ...]` of `[B, 1, ...]`: products of one row are slow in 16-bit types on a CPU."""
-    return jnp.concatenate([x, x], axis=1)
 
 
 def _stand_below(cache: Cache, parents: Array) -> Cache:

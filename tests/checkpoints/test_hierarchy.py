@@ -37,9 +37,7 @@ def calibration():
         num_layers=12,
     )
     gaps = {
-        layer: [
-            {int(BEST[i]): 1.0} | {int(row[i]): 0.0} for i in range(200)
-        ]
+        layer: [{int(BEST[i]): 1.0} | {int(row[i]): 0.0} for i in range(200)]
         for layer, row in said.items()
     }
     return Calibration((Sight(BEST, said, ngrams, gaps),), costs, (2, 4, 9))
