@@ -10,6 +10,7 @@ as often as on the text itself. Knows nothing of devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,11 +81,16 @@ class Costs:
     None: all run at the widest."""
 
     def at(self, part: str, width: int) -> float:
-        return float(np.interp(width, self.widths, getattr(self, part)))
+        return _between(self.widths, getattr(self, part), width)
 
     def plain(self) -> float:
         """A token of plain decoding."""
         return self.num_layers * self.at("layer", 1) + self.at("head", 1)
+
+
+@functools.lru_cache(maxsize=1024)  # asked a million times, of few widths
+def _between(widths: tuple[int, ...], seconds: tuple[float, ...], width: int) -> float:
+    return float(np.interp(width, widths, seconds))
 
 
 class Forecast(NamedTuple):
@@ -189,17 +195,13 @@ def _standing(drafts: Sequence[int], gaps: Sequence[Mapping[int, float]], lenien
 
 
 def candidates(
-    exits: Iterable[int],
-    levels: int,
-    *,
-    drafts: Sequence[int] = (1, 2, 3, 4, 6),
-    ngrams: bool = False,
+    exits: Iterable[int], levels: int, *, drafts: Sequence[int] = (1, 2, 4), ngrams: bool = False
 ) -> list[Plan]:
-    """All plans of so many exits, of n-grams and one exit less if `ngrams`; windows of 1 to 6."""
+    """All plans of so many exits, of n-grams and one exit less if `ngrams`; windows of 1 to 4."""
     exits = sorted(exits)
     rows = itertools.combinations(exits, levels - ngrams)
-    windows = (1, 2, 4, 6) if levels > 1 else (Plan.window,)
-    leniences = (1.0, 0.1, 0.01) if levels > 1 else (Plan.lenience,)
+    windows = (1, 2, 4) if levels > 1 else (Plan.window,)
+    leniences = (1.0, 0.1, 0.001) if levels > 1 else (Plan.lenience,)
     return [
         Plan(((NGRAMS,) if ngrams else ()) + row, *settings)
         for row in rows

@@ -96,9 +96,8 @@ HIERARCHY = (
     (
         "lenient cascade: hands out the law that the verifier had before it leant",
         "jspec/check.py",
-        "laws = probs_from_logits(on_path(logits), context.sampling, prefix) if with_laws else None",
-        "laws = probs_from_logits(on_path(out.logits[:, : num_drafts + 1]), context.sampling, "
-        "prefix) if with_laws else None",
+        "probs_from_logits(on_path(logits), context.sampling, prefix)",
+        "probs_from_logits(on_path(out.logits[:, : num_drafts + 1]), context.sampling, prefix)",
         "tests/test_laws_exits.py -k lenient",
     ),
     (

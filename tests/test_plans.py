@@ -102,7 +102,7 @@ def test_names_that_the_engine_reads():
 def test_candidates_and_ranking():
     plans = candidates((2, 1), 2, drafts=(1, 2))
     assert {plan.layers for plan in plans} == {(1, 2)}
-    assert len(plans) == 2 * 4 * 3
+    assert len(plans) == 2 * 3 * 3
     assert {plan.layers for plan in candidates((1, 2), 2, ngrams=True)} == {(0, 1), (0, 2)}
     order = ranked([Plan((1,), 2), Plan((2,), 3), Plan((0,), 2)], [SIGHT], COSTS)
     assert [f.plan.layers for f in order] == [(0,), (2,), (1,)]
