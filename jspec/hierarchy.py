@@ -206,7 +206,7 @@ def choose(found: Calibration, head: str | None = None) -> list[Method]:
         Method("SPRINTER (lossy)", f"lossy_sprinter({layer})", sure),
     ]
     if head is not None:
-        cascade_of_head = f"cascade(ngram(2, k=1), {head}, window=2)"
+        cascade_of_head = f"cascade(ngram(2, k=2), {head}, window=1, lenience=0.01)"
         methods.insert(4, Method("n-grams, head", cascade_of_head, "the head that comes with it"))
     return methods
 

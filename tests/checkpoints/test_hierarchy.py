@@ -55,7 +55,7 @@ def test_what_is_chosen_and_why():
     assert methods["AdaDecode style"].drafter == "adaptive(4, 9)"
     assert all("ngram(2" not in method.drafter for method in methods.values())
     (head,) = [m for m in hierarchy.choose(calibration(), "HEAD") if "HEAD" in m.drafter]
-    assert head.drafter == "cascade(ngram(2, k=1), HEAD, window=2)"
+    assert head.drafter == "cascade(ngram(2, k=2), HEAD, window=1, lenience=0.01)"
     lossy = [method for method in methods.values() if "lossy" in method.drafter]
     assert [method.label for method in lossy] == ["SPRINTER (lossy)"]
 
