@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.head_params import HeadConfig, HeadParams, MedusaParams
-from jspec.model import linear, project_heads, rest_of_layer, rms_norm
+from jspec.layers import linear, rms_norm
+from jspec.model import project_heads, rest_of_layer
 from jspec.params import LayerParams
 
 Attend = Callable[[Any, int, Array, Array, Array], tuple[Array, Any]]
@@ -119,9 +120,9 @@ def _layer(
     attend: Attend,
 ) -> tuple[Array, Any]:
     """A decoder layer whose attention reads `read` and whose residual stream is `residual`."""
-    queries, keys, values = project_heads(params, config.layers, read, positions)
-    attended, memory = attend(memory, index, queries, keys, values)
-    return rest_of_layer(params, config.layers, residual, attended), memory
+    heads = project_heads(params, config.layers, read, positions)
+    attended, memory = attend(memory, index, heads.queries, heads.keys, heads.values)
+    return rest_of_layer(params, config.layers, residual, attended, heads.gates), memory
 
 
 def in_target_vocabulary(draft_logits: Array, token_ids: Array | None, vocab_size: int) -> Array:
