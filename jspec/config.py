@@ -121,7 +121,8 @@ class ModelConfig:
     rope_interleave: bool = False
     """Numbers that turn together stand side by side, not half a head apart (DeepSeek)."""
     gated_attention: bool = False
-    """What a head attends to is multiplied by the sigmoid of a gate beside its query (Qwen3-Next)."""
+    """What a head attends to is multiplied by the sigmoid of a gate, beside its query in `q`
+    (Qwen3-Next)."""
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
 
