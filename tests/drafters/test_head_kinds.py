@@ -146,8 +146,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, way) for kind in KINDS for way in ("chain", "tree")), ("deepseek", "verifier")],
+)
 def test_the_text_is_that_of_plain_decoding(
     kind: str, way: str, folders: Path, plain: list[Any]
 ) -> None:
