@@ -54,6 +54,8 @@ class HeadConfig:
                 f"{self.target_hidden_size=} must be the head's hidden_size "
                 f"{self.layers.hidden_size} (family {self.family})"
             )
+        if self.family == "eagle3" and self.layers.latent is not None:
+            raise ValueError(f"{self.layers.latent=}: a head of family eagle3 has other attention")
 
     @property
     def vocab_size(self) -> int:

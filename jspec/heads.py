@@ -11,7 +11,8 @@ features at s and the token at s + 1, which they led to, and predicts the token 
 - EAGLE (arXiv 2401.15077; EAGLE-2, 2406.16858, only drafts differently): `fc` joins the token's
   embedding and the final hidden state; a layer without its first norm; the target's lm_head.
 - MTP (DeepSeek-V3, arXiv 2412.19437, section 2.2): the same with norms before `fc`, inside the
-  layer and behind it.
+  layer and behind it. The layer is one of its target's, with latent attention, gates or experts
+  where that has them.
 - EAGLE-3 (arXiv 2503.01840): `fc` fuses hidden states of three depths; the first layer's
   attention reads embedding and features side by side; a norm and an lm_head of its own.
 

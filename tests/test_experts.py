@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jspec.config import ExpertsConfig, ModelConfig
 from jspec.experts import mixture, route
 from jspec.params import ExpertsParams, SharedExpertParams, is_spec, param_specs
-from jspec.sharding import on_mesh, tree_shardings
+from jspec.sharding import named_sharding, on_mesh, tree_shardings
 
 D, F, SHARED = 4, 6, 5
 PLAIN = ExpertsConfig(
@@ -144,15 +144,16 @@ def test_a_token_does_not_depend_on_others() -> None:
 
 
 def test_experts_on_a_mesh() -> None:
-    """Split within each expert, they give what they give whole."""
+    """Split within each expert, and tokens over rows, they give what they give whole."""
     layers = ModelConfig(8, D, F, 1, 2, 2, 2, 16, experts=PLAIN)
     specs = param_specs(layers).layers[0].experts
-    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
-    params, x = drawn(PLAIN), np.random.default_rng(0).normal(size=(9, D)).astype(np.float32)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+    params, x = drawn(PLAIN), np.random.default_rng(0).normal(size=(10, D)).astype(np.float32)
     split = jax.device_put(params, tree_shardings(mesh, specs, is_spec))
     assert split.gate.addressable_shards[0].data.shape == (4, F // 2, D)
     with on_mesh(mesh):
-        got = jax.jit(mixture, static_argnums=1)(split, PLAIN, x)
+        rows = jax.device_put(x, named_sharding(mesh, x.shape, ("batch", None)))
+        got = jax.jit(mixture, static_argnums=1)(split, PLAIN, rows)
     np.testing.assert_allclose(got, by_a_loop(params, PLAIN, x), rtol=1e-5, atol=1e-5)
 
 

@@ -158,11 +158,3 @@ def test_the_text_is_that_of_plain_decoding(
     found, accepted = texts(engine)
     assert found == plain
     assert accepted > 0
-
-
-def test_experts_are_resident_and_counted_once(folders: Path) -> None:
-    engine = llm(str(folders / "deepseek"))
-    experts = engine.params[1].layers[0].experts
-    mine = sum(x.nbytes for x in jax.tree.leaves(engine.params[1]))
-    assert mine > sum(x.nbytes for x in jax.tree.leaves(experts)) > 0
-    assert engine.resident_bytes() > mine
