@@ -122,7 +122,14 @@ def _tensors(
             parts = parts_in_file(written, specs[leaf])
             whole = np.asarray(array).reshape(len(parts), *file_shape(parts[0][1]))
             for (part, _), numbers in zip(parts, whole, strict=True):
-                yield names.file_name(part), numbers
+                yield _named(names, part), numbers
+
+
+def _named(names: HeadNames, leaf: str) -> str:
+    try:
+        return names.file_name(leaf)
+    except KeyError as error:
+        raise JspecError(f"{leaf!r}: the layout {names.layout} has no name for it") from error
 
 
 def _settings(config: AnyConfig, dtype: str) -> dict[str, Any]:

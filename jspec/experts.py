@@ -1,15 +1,16 @@
 """A mixture of experts in place of an MLP: each token is sent to the few that suit it.
 
 Shapes are fixed whatever is chosen. A (token, expert) pair is a row of work; rows are sorted by
-expert and laid out in tiles, none of which two experts share, and an expert's matrices are read
-once a tile, those of an expert that nobody chose not at all:
+expert and laid out in tiles, none of which two experts share. A loop goes over the tiles in use and
+reads the matrices of the expert of each, so that those of an expert whom nobody chose stay unread:
 
     3 tokens choose 2 of 4 experts: 0 2 | 2 3 | 2 0, tiles of two
-    experts  0 0 | 2 2 | 2 - | 3 - | (tiles that no expert needs)
+    experts  0 0 | 2 2 | 2 - | 3 - | (two more tiles that might have been needed)
     tokens   0 2 | 0 1 | 2 - | 1 -
 
 (`jax.lax.ragged_dot` is for such products, too; on CPUs and GPUs it multiplies every row with every
-expert and throws most away.) Knows nothing of attention.
+expert and throws most away.) Not to be differentiated: the length of the loop is data. Knows
+nothing of attention.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _in_best_groups(liking: Array, config: ExpertsConfig) -> Array:
 class _Tiles(NamedTuple):
     """Where the rows of work lie."""
 
-    experts: Array  # [tiles] int32
+    in_use: Array  # int32: that many come first
+    experts: Array  # [tiles] int32; of a tile that is not in use, any
     tokens: Array  # [tiles, _TILE] int32; of a place without a row, any
     places: Array  # [M, k] int32: where a token's rows are, in the tiles laid end to end
 
@@ -92,15 +94,15 @@ def _each_expert(params: ExpertsParams, tokens: Array, chosen: Array, num_expert
     """`[M, k, D]`: what the experts `chosen` `[M, k]` make of `tokens` `[M, D]`."""
     tiles = _tiles(chosen, num_experts)
 
-    def of_tile(tile: tuple[Array, Array]) -> Array:
-        rows, expert = tile
+    def run(tile: Array, outputs: Array) -> Array:
         matrices = (
-            jax.lax.dynamic_index_in_dim(x, expert, keepdims=False)
+            jax.lax.dynamic_index_in_dim(x, tiles.experts[tile], keepdims=False)
             for x in (params.gate, params.up, params.down)
         )
-        return gated_mlp(tokens[rows], *matrices)
+        return outputs.at[tile].set(gated_mlp(tokens[tiles.tokens[tile]], *matrices))
 
-    outputs = jax.lax.map(of_tile, (tiles.tokens, tiles.experts))
+    outputs = jnp.zeros((*tiles.tokens.shape, tokens.shape[1]), tokens.dtype)
+    outputs = jax.lax.fori_loop(0, tiles.in_use, run, outputs)
     return outputs.reshape(-1, tokens.shape[1])[tiles.places]
 
 
@@ -109,16 +111,16 @@ def _tiles(chosen: Array, num_experts: int) -> _Tiles:
     experts = chosen.reshape(-1)
     num_tiles = experts.size // _TILE + min(num_experts, experts.size)
     counts = jnp.bincount(experts, length=num_experts)
-    ends = jnp.cumsum(-(-counts // _TILE))  # of the experts' tiles
+    needed = -(-counts // _TILE)
+    ends = jnp.cumsum(needed)
     order = jnp.argsort(experts)
-    rank = jnp.arange(experts.size) - (jnp.cumsum(counts) - counts)[experts[order]]
-    first = (ends - -(-counts // _TILE)) * _TILE
-    places = jnp.zeros_like(experts).at[order].set((first[experts[order]] + rank).astype(jnp.int32))
+    own = experts[order]
+    rank = jnp.arange(experts.size) - (jnp.cumsum(counts) - counts)[own]  # among an expert's rows
+    places = jnp.zeros_like(experts).at[order].set(rank + ((ends - needed) * _TILE)[own])
     rows = jnp.arange(experts.size, dtype=jnp.int32) // chosen.shape[1]
-    tokens = jnp.zeros((num_tiles * _TILE,), jnp.int32).at[places].set(rows)
-    of_tile = jnp.searchsorted(ends, jnp.arange(num_tiles), side="right")
     return _Tiles(
-        experts=jnp.minimum(of_tile, num_experts - 1).astype(jnp.int32),
-        tokens=tokens.reshape(num_tiles, _TILE),
+        in_use=ends[-1],
+        experts=jnp.searchsorted(ends, jnp.arange(num_tiles), side="right"),
+        tokens=jnp.zeros((num_tiles * _TILE,), jnp.int32).at[places].set(rows).reshape(-1, _TILE),
         places=places.reshape(chosen.shape),
     )

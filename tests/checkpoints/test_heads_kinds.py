@@ -427,3 +427,12 @@ def test_a_damaged_config_of_ours(tmp_path: Path) -> None:
     file.write_text(json.dumps(data))
     refused(tmp_path / "ours", "invalid .*n_group=3")
     assert isinstance(head.config, HeadConfig)
+
+
+def test_a_layer_that_no_layout_has(tmp_path: Path) -> None:
+    """Latent attention in a head that reads the first embedding, as Qwen's MTP does."""
+    config, params = load(write(tmp_path / "theirs", files.deepseek(), DEEPSEEK))
+    config = dataclasses.replace(config, skips_first_embedding=False)
+    with pytest.raises(JspecError, match=r"latent\.kv_a': the layout mtp has no name for it"):
+        save_head(tmp_path / "ours", config, params)
+    assert not (tmp_path / "ours").exists()
