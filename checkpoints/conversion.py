@@ -102,6 +102,19 @@ def file_shape(spec: LeafSpec) -> tuple[int, ...]:
     return spec.shape
 
 
+def is_stacked(spec: LeafSpec) -> bool:
+    """Whether a leaf is many tensors in a file: an expert each."""
+    return spec.axes[0] == "expert"
+
+
+def parts_in_file(leaf: str, spec: LeafSpec) -> list[tuple[str, LeafSpec]]:
+    """What a leaf is in a file: itself or, stacked, `leaf.0`, `leaf.1`, ..."""
+    if not is_stacked(spec):
+        return [(leaf, spec)]
+    part = LeafSpec(spec.shape[1:], spec.axes[1:], spec.dtype)
+    return [(f"{leaf}.{number}", part) for number in range(spec.shape[0])]
+
+
 def as_leaf(tensor: FileTensor, spec: LeafSpec, dtype: np.dtype) -> FileTensor:
     """The tensor in the shape and dtype of the leaf, still unread."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.files import read_json
-from jspec.config import ModelConfig, RopeScaling
+from jspec.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from jspec.errors import JspecError
 
 FORMAT = 1
@@ -59,14 +59,9 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 def config_from_json(data: dict[str, Any]) -> ModelConfig:
     """The inverse of `config_to_json` (less the version). TypeError for unknown fields."""
-    scaling = data.get("rope_scaling")
-    return ModelConfig(
-        **{
-            **data,
-            "rope_scaling": None if scaling is None else RopeScaling(**scaling),
-            "eos_token_ids": tuple(data.get("eos_token_ids", ())),
-        }
-    )
+    nested = {"rope_scaling": RopeScaling, "latent": LatentConfig, "experts": ExpertsConfig}
+    parts = {key: kind(**data[key]) for key, kind in nested.items() if data.get(key) is not None}
+    return ModelConfig(**{**data, **parts, "eos_token_ids": tuple(data.get("eos_token_ids", ()))})
 
 
 def refuse_existing(dest: Path) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from checkpoints.conversion import as_leaf, file_shape
+from checkpoints.conversion import as_leaf, file_shape, is_stacked, parts_in_file
 from checkpoints.files import read_json_or_empty
-from checkpoints.heads_config import OURS, ZERO_CENTRED, config_of, layer_settings
+from checkpoints.heads_config import OURS, config_of, layer_settings
 from checkpoints.heads_source import (
     HeadSource,
     open_source,
@@ -29,6 +29,7 @@ from checkpoints.heads_source import (
     tensor_files,
 )
 from checkpoints.heads_vocabulary import token_ids_of
+from checkpoints.hf_layers import ZERO_CENTRED
 from checkpoints.names.heads import JOINED_NORM, VOCABULARY, layout_of
 from checkpoints.sources import shipped_path
 from checkpoints.tensors import FileTensor, as_dtype, refuse_other_dtypes
@@ -81,8 +82,9 @@ def load_head(
     with the target's base. `rope_theta` overrides what the config says. (Which hidden states a
     head reads has a trap as well: see `heads_config`. Both can be replaced in the result.)
 
-    JspecError when there is no head, it is of a kind that cannot be run (MLA, experts, gated
-    attention, ...), is for another target, or its tensors are not exactly those of its config.
+    JspecError when there is no head, it is of a kind that cannot be run (linear attention,
+    parallel drafting, ...), is for another target, or its tensors are not exactly those of its
+    config.
     """
     target_dtype = as_dtype(dtype)
     head = open_source(source)
@@ -159,8 +161,9 @@ def _plus_one(tensor: FileTensor) -> FileTensor:
 def _tree(building: _Building, specs: Any) -> Any:
     """The tree of `specs` with arrays. JspecError names a tensor that is not one of it."""
     known = dict(leaf_paths(specs))
+    in_file = {part for leaf, spec in known.items() for part, _ in parts_in_file(leaf, spec)}
     for leaf, tensor in building.leaves.items():
-        if leaf not in known:
+        if leaf not in in_file:
             raise _unexpected(building.head, tensor.name)
     arrays = [_array(building, leaf, spec) for leaf, spec in known.items()]
     return jax.tree.structure(specs, is_leaf=is_spec).unflatten(arrays)
@@ -169,6 +172,8 @@ def _tree(building: _Building, specs: Any) -> Any:
 def _array(building: _Building, leaf: str, spec: LeafSpec) -> Array:
     if leaf == "token_ids" and building.token_ids is not None:
         return _placed(building, building.token_ids, spec)
+    if is_stacked(spec):
+        return _placed(building, _stacked(building, leaf, spec), spec)
     tensor = building.leaves.get(leaf)
     ours = _targets(building, leaf, spec)
     if tensor is None:
@@ -179,7 +184,23 @@ def _array(building: _Building, leaf: str, spec: LeafSpec) -> Array:
     if ours is not None and _same(numbers, ours):
         return ours
     loaded = dataclasses.replace(tensor, load=lambda: numbers)
-    return _placed(building, as_leaf(loaded, spec, building.dtype).load(), spec)
+    return _placed(building, _as_leaf(building, loaded, spec), spec)
+
+
+def _stacked(building: _Building, leaf: str, spec: LeafSpec) -> np.ndarray:
+    """Experts in one array; no two of them are in memory beside it."""
+    whole = np.empty(spec.shape, building.dtype)
+    for place, (part, part_spec) in zip(whole, parts_in_file(leaf, spec), strict=True):
+        tensor = building.leaves.get(part)
+        if tensor is None:
+            raise _lacking(building, part)
+        _check_shape(building, part, part_spec, tensor)
+        place[...] = _as_leaf(building, tensor, part_spec)
+    return whole
+
+
+def _as_leaf(building: _Building, tensor: FileTensor, spec: LeafSpec) -> np.ndarray:
+    return as_leaf(tensor, spec, np.dtype(spec.dtype or building.dtype)).load()
 
 
 def _targets(building: _Building, leaf: str, spec: LeafSpec) -> Array | None:
@@ -200,11 +221,14 @@ def _without_tensor(building: _Building, leaf: str, spec: LeafSpec) -> Array:
     if leaf.startswith("biases.") and "biases.0" not in building.leaves:
         return _placed(building, np.zeros(spec.shape, building.dtype), spec)
     joined = leaf == "fc_norms.0" and spec.shape[0] != building.target.embed.shape[1]
-    name = JOINED_NORM if joined else leaf
     hint = ' (or config.json lacks "bias": false)' if leaf == "fc_bias" else ""
-    raise JspecError(
-        f"{building.head.path}: lacks the tensor {building.head.names.file_name(name)!r}{hint}; "
-        "fetch the head again"
+    raise _lacking(building, JOINED_NORM if joined else leaf, hint)
+
+
+def _lacking(building: _Building, leaf: str, hint: str = "") -> JspecError:
+    name = building.head.names.file_name(leaf)
+    return JspecError(
+        f"{building.head.path}: lacks the tensor {name!r}{hint}; fetch the head again"
     )
 
 

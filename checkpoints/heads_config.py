@@ -19,6 +19,7 @@ from typing import Any, cast
 from checkpoints.folder import config_from_json
 from checkpoints.heads_source import HeadSource, settings_file
 from checkpoints.hf_config import model_config
+from checkpoints.hf_layers import as_llamas, kinds_of
 from checkpoints.names.heads import JOINED_NORM, exit_layers
 from checkpoints.tensors import FileTensor
 from jspec.config import ModelConfig
@@ -27,8 +28,6 @@ from jspec.head_params import AnyConfig, ExitsConfig, HeadConfig, MedusaConfig
 
 OURS, FORMAT = "jspec", 1
 """Key of config.json with all fields of the config, and the version of its format."""
-ZERO_CENTRED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Model types whose norms multiply by one plus what is stored."""
 
 Leaves = Mapping[str, FileTensor]
 
@@ -130,8 +129,7 @@ def _from_settings(
     if not settings:
         raise JspecError(f"{name}: no such file; a head of the family {layout} needs it")
     _check_vocabulary(name, layer_settings(settings), target)
-    layers = _layers(name, settings, leaves, target)
-    _refuse_gated(head, leaves, layers)
+    layers = _layers(head, leaves, target)
     if layout in ("mtp", "nextn") and layers.num_hidden_layers > 1:
         raise JspecError(f"{head.path}: holds several MTP layers; only one is supported")
     config = HeadConfig(
@@ -198,19 +196,22 @@ def _taps(
     return taps
 
 
-def _layers(
-    name: str, settings: Mapping[str, Any], leaves: Leaves, target: ModelConfig
-) -> ModelConfig:
+def _layers(head: HeadSource, leaves: Leaves, target: ModelConfig) -> ModelConfig:
     """The head's decoder layers. Their context is at least the target's: EAGLE's configs say 2048
     and mean what they were trained on. (Dynamic scaling computes with it, and keeps it.)"""
-    data = {**layer_settings(settings), "vocab_size": target.vocab_size}
+    name = str(settings_file(head.path))
+    data = {**layer_settings(head.settings), "vocab_size": target.vocab_size}
     # Layers are those of a Llama, but for what the tensors say below.
     data |= {"architectures": ["LlamaForCausalLM"], "quantization_config": None}
+    fields = {leaf.split(".")[2] for leaf in leaves if leaf.startswith("layers.")}
+    kinds = {}
+    if head.names.family == "mtp":  # a layer of its target's; EAGLE's trainers know only Llama's
+        kinds = kinds_of(data, fields, name=name)
+        data = as_llamas(data, kinds)
     config = model_config(data, name=name)
     context = max(config.max_position_embeddings, target.max_position_embeddings)
     if config.rope_scaling is not None and config.rope_scaling.kind == "dynamic":
         context = config.max_position_embeddings
-    fields = {leaf.rpartition(".")[2] for leaf in leaves if leaf.startswith("layers.")}
     return dataclasses.replace(
         config,
         num_hidden_layers=max(_count(leaves, "layers."), 1),
@@ -222,17 +223,15 @@ def _layers(
         qk_norm=not fields.isdisjoint(("q_norm", "k_norm")),
         bos_token_id=None,
         eos_token_ids=(),
+        gated_attention=_is_gated(leaves, config),
+        **kinds,
     )
 
 
-def _refuse_gated(head: HeadSource, leaves: Leaves, layers: ModelConfig) -> None:
-    """Qwen3-Next's attention has a gate as wide as the queries, in the same tensor."""
+def _is_gated(leaves: Leaves, layers: ModelConfig) -> bool:
+    """Whether `q` has the rows of queries and of gates (Qwen3-Next's `attn_output_gate`)."""
     q = leaves.get("layers.0.q")
-    if q is not None and q.shape[0] == 2 * layers.num_attention_heads * layers.head_dim:
-        raise JspecError(
-            f"{head.path}: {q.name!r} has the rows of queries and a gate; gated attention "
-            "(attn_output_gate) is not supported"
-        )
+    return q is not None and q.shape[0] == 2 * layers.num_attention_heads * layers.head_dim
 
 
 def _check_vocabulary(name: str, data: Mapping[str, Any], target: ModelConfig) -> None:

@@ -1,7 +1,9 @@
 """Draft heads written in the public layout of their family, for jspec and for others.
 
-EAGLE's names for `eagle`, EAGLE-3's and SpecForge's for `eagle3`, Qwen3-Next's for `mtp`,
-Medusa's for `medusa`, and for `exits` our own. Knows nothing of how heads compute.
+EAGLE's names for `eagle`, EAGLE-3's and SpecForge's for `eagle3`, Qwen3-Next's for `mtp` or, if it
+is a NextN layer, DeepSeek's (with the number 0, as in files that hold nothing else), Medusa's for
+`medusa`, and for `exits` our own. Norms are written as they multiply, never less one; `model_type`
+is none that means the other. Knows nothing of how heads compute.
 """
 
 from __future__ import annotations
@@ -12,13 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.conversion import file_shape
+from checkpoints.conversion import file_shape, parts_in_file
 from checkpoints.files import write_json
 from checkpoints.folder import CONFIG_FILE, publish, refuse_existing, temporary_sibling
 from checkpoints.heads_config import OURS, config_to_json
 from checkpoints.heads_vocabulary import to_offsets
 from checkpoints.hf_save import WEIGHTS, layer_settings, write_tensors
-from checkpoints.names.heads import EAGLE, EAGLE3, JOINED_NORM, MEDUSA, MTP, HeadNames, exits
+from checkpoints.names.heads import (
+    EAGLE,
+    EAGLE3,
+    JOINED_NORM,
+    MEDUSA,
+    MTP,
+    HeadNames,
+    exits,
+    nextn,
+)
 from jspec.errors import JspecError
 from jspec.head_params import (
     AnyConfig,
@@ -79,7 +90,14 @@ def save_head(
 
 
 def _names(config: AnyConfig) -> HeadNames:
-    return exits(config.layers) if isinstance(config, ExitsConfig) else _NAMES[config.family]
+    if isinstance(config, ExitsConfig):
+        return exits(config.layers)
+    return nextn("0") if _is_nextn(config) else _NAMES[config.family]
+
+
+def _is_nextn(config: AnyConfig) -> bool:
+    """Whether it is a NextN layer as DeepSeek's or GLM's, not Qwen's MTP."""
+    return isinstance(config, HeadConfig) and config.skips_first_embedding
 
 
 def _tensors(
@@ -100,8 +118,18 @@ def _tensors(
         if leaf == "token_ids":
             yield from to_offsets(np.asarray(array), config.vocab_size).items()
         elif leaf.partition(".")[0] not in left_out:
-            name = names.file_name(JOINED_NORM if joined and leaf == "fc_norms.0" else leaf)
-            yield name, np.asarray(array).reshape(file_shape(specs[leaf]))
+            written = JOINED_NORM if joined and leaf == "fc_norms.0" else leaf
+            parts = parts_in_file(written, specs[leaf])
+            whole = np.asarray(array).reshape(len(parts), *file_shape(parts[0][1]))
+            for (part, _), numbers in zip(parts, whole, strict=True):
+                yield _named(names, part), numbers
+
+
+def _named(names: HeadNames, leaf: str) -> str:
+    try:
+        return names.file_name(leaf)
+    except KeyError as error:
+        raise JspecError(f"{leaf!r}: the layout {names.layout} has no name for it") from error
 
 
 def _settings(config: AnyConfig, dtype: str) -> dict[str, Any]:
@@ -139,6 +167,8 @@ def _public(config: HeadConfig) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
     }
     if config.family == "mtp":
+        if _is_nextn(config):
+            settings["architectures"] = ["DeepseekV3ForCausalLMNextN"]  # SGLang's, of such files
         return settings | {"num_nextn_predict_layers": 1}
     if config.family == "eagle":
         return settings | {"bias": config.fc_bias}

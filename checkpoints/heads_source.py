@@ -31,8 +31,6 @@ _SCALE, _BLOCK = "_scale_inv", 128
 """DeepSeek's 8-bit weights: behind a weight's name, the factor of each square of so many rows and
 columns (the README of its DeepSeek-V3 weights)."""
 _UNSUPPORTED = {
-    r"\.(q_a|q_b|kv_a|kv_b)_(proj|layernorm|proj_with_mqa)\.": "multi-head latent attention (MLA)",
-    r"\.(experts|shared_experts?)\.|\.mlp\.gate\.": "a mixture of experts (MoE)",
     r"\.linear_attn\.": "linear attention",
     r"^mask_hidden$": "parallel drafting (P-EAGLE)",
     r"(^|\.)\d+\.[1-9]\d*\.linear\.|(^|\.)blocks\.\d+\.layers\.[1-9]": (
@@ -102,8 +100,8 @@ def refuse_unsupported(path: Path, names: Iterable[str]) -> None:
         for pattern, kind in _UNSUPPORTED.items():
             if re.search(pattern, name):
                 raise JspecError(
-                    f"{path}: {name!r} belongs to {kind}, which is not supported; only dense "
-                    "layers with grouped-query attention and single residual blocks are"
+                    f"{path}: {name!r} belongs to {kind}, which is not supported; only layers with "
+                    "softmax attention and single residual blocks are"
                 )
 
 

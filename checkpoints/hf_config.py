@@ -109,7 +109,7 @@ def _refuse_unsupported(data: Mapping[str, Any], arch: str, context: int, name: 
             f"{name}: quantised checkpoints (quantization_config) are not supported; "
             "use the unquantised model or a GGUF file"
         )
-    partial = _rope_data(data).get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
+    partial = rope_data(data).get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise JspecError(f"{name}: partial_rotary_factor {partial} is not supported")
 
@@ -124,13 +124,13 @@ def _head_dim(data: Mapping[str, Any], arch: str, heads: int) -> int:
     return int(data.get("head_dim") or default)
 
 
-def _rope_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Both spellings: `rope_parameters` (transformers 5), `rope_scaling` (before)."""
     return data.get("rope_parameters") or data.get("rope_scaling") or {}
 
 
 def _rope(data: Mapping[str, Any], context: int, name: str) -> tuple[float, RopeScaling | None]:
-    rope = _rope_data(data)
+    rope = rope_data(data)
     theta = float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

@@ -10,6 +10,7 @@ import numpy as np
 from checkpoints.conversion import file_shape
 from checkpoints.files import write_json
 from checkpoints.folder import CONFIG_FILE, publish, refuse_existing, temporary_sibling
+from checkpoints.hf_layers import kinds_to_json
 from checkpoints.names import llama
 from checkpoints.tokenizer import Tokenizer
 from jspec.config import ModelConfig, RopeScaling
@@ -112,10 +113,16 @@ def layer_settings(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": _rope(config.rope_scaling),
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
+        **kinds_to_json(config),
     }
 
 
 def _model_type(config: ModelConfig) -> str:
+    """The one whose layers are most like these."""
+    if config.latent is not None:
+        return "deepseek_v3"
+    if config.experts is not None:
+        return "glm4_moe" if config.experts.scoring_func == "sigmoid" else "qwen3_moe"
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.qkv_bias and not config.out_bias else "llama"

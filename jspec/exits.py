@@ -20,7 +20,8 @@ from jspec.config import ModelConfig
 from jspec.errors import JspecError
 from jspec.head_params import ExitsConfig, ExitsParams
 from jspec.heads import in_target_vocabulary
-from jspec.model import Model, Output, embed, forward_layers, linear, llama, rms_norm
+from jspec.layers import linear, rms_norm
+from jspec.model import Model, Output, embed, forward_layers, llama
 from jspec.params import Params
 
 

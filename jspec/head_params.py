@@ -54,6 +54,8 @@ class HeadConfig:
                 f"{self.target_hidden_size=} must be the head's hidden_size "
                 f"{self.layers.hidden_size} (family {self.family})"
             )
+        if self.family == "eagle3" and self.layers.latent is not None:
+            raise ValueError(f"{self.layers.latent=}: a head of family eagle3 has other attention")
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +136,7 @@ def init_head(config: HeadConfig, key: Array, dtype: Any = jnp.float32) -> HeadP
         if "norm" in name or name.isdigit():  # fc_norms.0
             return jnp.ones(spec.shape, dtype)
         if name.endswith("bias") or name in ("embed", "lm_head"):
-            return jnp.zeros(spec.shape, dtype)
+            return jnp.zeros(spec.shape, spec.dtype or dtype)
         inputs = math.prod(spec.shape[1:] if name == "o" else spec.shape[-1:])
         return (jax.random.normal(key, spec.shape, jnp.float32) * inputs**-0.5).astype(dtype)
 

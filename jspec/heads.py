@@ -11,7 +11,8 @@ features at s and the token at s + 1, which they led to, and predicts the token 
 - EAGLE (arXiv 2401.15077; EAGLE-2, 2406.16858, only drafts differently): `fc` joins the token's
   embedding and the final hidden state; a layer without its first norm; the target's lm_head.
 - MTP (DeepSeek-V3, arXiv 2412.19437, section 2.2): the same with norms before `fc`, inside the
-  layer and behind it.
+  layer and behind it. The layer is one of its target's, with latent attention, gates or experts
+  where that has them.
 - EAGLE-3 (arXiv 2503.01840): `fc` fuses hidden states of three depths; the first layer's
   attention reads embedding and features side by side; a norm and an lm_head of its own.
 
@@ -30,7 +31,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.head_params import HeadConfig, HeadParams, MedusaParams
-from jspec.model import linear, project_heads, rest_of_layer, rms_norm
+from jspec.layers import linear, rms_norm
+from jspec.model import project_heads, rest_of_layer
 from jspec.params import LayerParams
 
 Attend = Callable[[Any, int, Array, Array, Array], tuple[Array, Any]]
@@ -119,9 +121,9 @@ def _layer(
     attend: Attend,
 ) -> tuple[Array, Any]:
     """A decoder layer whose attention reads `read` and whose residual stream is `residual`."""
-    queries, keys, values = project_heads(params, config.layers, read, positions)
-    attended, memory = attend(memory, index, queries, keys, values)
-    return rest_of_layer(params, config.layers, residual, attended), memory
+    heads = project_heads(params, config.layers, read, positions)
+    attended, memory = attend(memory, index, heads.queries, heads.keys, heads.values)
+    return rest_of_layer(params, config.layers, residual, attended, heads.gates), memory
 
 
 def in_target_vocabulary(draft_logits: Array, token_ids: Array | None, vocab_size: int) -> Array:

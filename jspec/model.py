@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,8 +17,10 @@ from jax import Array
 from jspec.attention import attend
 from jspec.cache import Cache, CacheSpec
 from jspec.config import ModelConfig
+from jspec.experts import mixture
+from jspec.latent import project_latent
+from jspec.layers import gated_mlp, linear, rms_norm, times_sigmoid
 from jspec.params import LayerParams, Params
-from jspec.quantised import QuantisedWeight, quantised_product
 from jspec.rope import apply_rope
 
 
@@ -108,97 +109,87 @@ def forward_layers(
     return hidden, cache
 
 
+class Heads(NamedTuple):
+    """What a layer attends with, and what becomes of the attended values."""
+
+    queries: Array  # [B, T, N, H], rotated
+    keys: Array  # [B, T, Nkv, H], rotated
+    values: Array  # [B, T, Nkv, H]
+    gates: Array | None = None  # [B, T, N, H]: the attended values are multiplied by their sigmoid
+
+
 def decoder_layer(
     params: LayerParams, config: ModelConfig, hidden: Array, cache: Cache, index: int
 ) -> tuple[Array, Cache]:
-    """Pre-norm attention and gated MLP, each added to the residual stream `[B, T, D]`."""
+    """Pre-norm attention and MLP, each added to the residual stream `[B, T, D]`."""
     positions = cache.positions(hidden.shape[1])
-    queries, keys, values = _normed_heads(params, config, hidden, positions)
-    attended, cache = attend(cache, index, queries, keys, values)
-    return rest_of_layer(params, config, hidden, attended), cache
+    heads = _normed_heads(params, config, hidden, positions)
+    attended, cache = attend(cache, index, heads.queries, heads.keys, heads.values)
+    return rest_of_layer(params, config, hidden, attended, heads.gates), cache
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once, not once a layer
 def _normed_heads(
     params: LayerParams, config: ModelConfig, hidden: Array, positions: Array
-) -> tuple[Array, Array, Array]:
+) -> Heads:
     normed = rms_norm(hidden, params.input_norm, config.rms_norm_eps)
     return project_heads(params, config, normed, positions)
 
 
 def project_heads(
     params: LayerParams, config: ModelConfig, normed: Array, positions: Array
-) -> tuple[Array, Array, Array]:
-    """Rotated queries `[B, T, N, H]` and keys, and values `[B, T, Nkv, H]`, of what attention
-    reads, `[B, T, *]`."""
-    queries = linear(normed, params.q, params.q_bias)
+) -> Heads:
+    """Of what attention reads, `[B, T, *]`."""
+    if params.latent is not None:
+        return Heads(*project_latent(params, config, normed, positions))
+    assert params.q is not None
+    assert params.k is not None
+    assert params.v is not None
+    queries, gates = linear(normed, params.q, params.q_bias), None
     keys = linear(normed, params.k, params.k_bias)
     values = linear(normed, params.v, params.v_bias)
+    if config.gated_attention:
+        queries, gates = jnp.split(queries, 2, axis=-1)
     if params.q_norm is not None and params.k_norm is not None:
         queries = rms_norm(queries, params.q_norm, config.rms_norm_eps)
         keys = rms_norm(keys, params.k_norm, config.rms_norm_eps)
-    return apply_rope(queries, positions, config), apply_rope(keys, positions, config), values
+    queries, keys = (apply_rope(x, positions, config) for x in (queries, keys))
+    return Heads(queries, keys, values, gates)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def rest_of_layer(
-    params: LayerParams, config: ModelConfig, hidden: Array, attended: Array
+    params: LayerParams,
+    config: ModelConfig,
+    hidden: Array,
+    attended: Array,
+    gates: Array | None = None,
 ) -> Array:
-    """The layer's output `[B, T, D]` from its input and the attended values `[B, T, N, H]`."""
+    """The layer's output `[B, T, D]` from its input and the attended values `[B, T, N, H]`, of
+    which `o` may read fewer than H numbers a head."""
+    attended = attended[..., : params.o.shape[-1]]
+    if gates is not None:
+        attended = times_sigmoid(attended, gates)
     hidden = hidden + linear(attended, params.o, params.o_bias, inputs=2)
     with jax.named_scope("mlp"):
         normed = rms_norm(hidden, params.post_norm, config.rms_norm_eps)
-        gate = linear(normed, params.gate, params.gate_bias)
-        up = linear(normed, params.up, params.up_bias)
-        return hidden + linear(_gated(gate, up), params.down, params.down_bias)
+        return hidden + _mlp(params, config, normed)
 
 
-def _gated(gate: Array, up: Array) -> Array:
-    """`silu(gate) * up`, computed in float32 (also twice as fast on a CPU as in bfloat16)."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype)
-
-
-def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, computed in float32 (arXiv 1910.07467). Without
-    a `scale` there is no norm: `x` as it is."""
-    if scale is None:
-        return x
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale
-
-
-def linear(
-    x: Array,
-    weight: Array | QuantisedWeight,
-    bias: Array | None,
-    *,
-    inputs: int = 1,
-    dtype: Any = None,
-) -> Array:
-    """`x @ weight.T + bias` over the last `inputs` axes of both; the other axes of `weight` are
-    the output's, whose type is `dtype` (None: that of `x`). Done as one matrix product: XLA would
-    transpose a weight of three axes."""
-    leading, outer = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
-    rows = x.reshape(*leading, -1)
-    is_single = math.prod(leading) == 1 and _is_slow_singly(x.dtype)
-    if is_single:
-        rows = jnp.concatenate([rows, rows], axis=-2)
-    if isinstance(weight, QuantisedWeight):
-        flat = quantised_product(rows, weight, dtype or x.dtype)
-    else:
-        flat = jax.lax.dot_general(
-            rows,
-            weight.reshape(math.prod(outer), -1),
-            (((len(leading),), (1,)), ((), ())),
-            preferred_element_type=dtype,
-        )
-    if is_single:
-        flat = flat[..., :1, :]
-    out = flat.reshape(*leading, *outer)
-    return out if bias is None else out + bias
-
-
-def _is_slow_singly(dtype: Any) -> bool:
-    """Whether a product of one row is slower than one of two: XLA on a CPU, in 16-bit types."""
-    return dtype.itemsize == 2 and jax.default_backend() == "cpu"
+def _mlp(params: LayerParams, config: ModelConfig, normed: Array) -> Array:
+    """`[B, T, D]` of the normed stream: one MLP, or a mixture of them."""
+    if params.experts is not None:
+        assert config.experts is not None
+        return mixture(params.experts, config.experts, normed)
+    assert params.gate is not None
+    assert params.up is not None
+    assert params.down is not None
+    return gated_mlp(
+        normed,
+        params.gate,
+        params.up,
+        params.down,
+        gate_bias=params.gate_bias,
+        up_bias=params.up_bias,
+        down_bias=params.down_bias,
+    )

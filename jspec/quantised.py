@@ -50,15 +50,19 @@ class QuantisedWeight(flax.struct.PyTreeNode):
 
 def quantise(params: Params, bits: int, group: int = 32) -> Params:
     """The same model with a `QuantisedWeight` of `bits` (8 or 4) in place of the weight of each
-    product; in four bits, `group` inputs share a step. Embedding, norms and biases are the arrays
-    that they were; a head that is tied to the embedding becomes one of its own."""
+    product; in four bits, `group` inputs share a step. Embedding, norms, biases and a layer's own
+    kinds of parts (experts, latent attention) are the arrays that they were; a head that is tied to
+    the embedding becomes one of its own."""
     head = params.embed if params.lm_head is None else params.lm_head
 
     def few_bits(weight: Array, inputs: int) -> QuantisedWeight:
         return quantise_weight(weight, bits=bits, inputs=inputs, group=group)
 
     def layer_of(layer: LayerParams) -> LayerParams:
-        return layer.replace(**{n: few_bits(getattr(layer, n), i) for n, i in _INPUTS.items()})
+        weights = {name: getattr(layer, name) for name in _INPUTS}
+        return layer.replace(
+            **{n: few_bits(x, _INPUTS[n]) for n, x in weights.items() if x is not None}
+        )
 
     layers = tuple(layer_of(layer) for layer in params.layers)
     return params.replace(layers=layers, lm_head=few_bits(head, 1))

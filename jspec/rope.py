@@ -18,15 +18,29 @@ from jspec.config import ModelConfig, RopeScaling
 
 
 def apply_rope(heads: Array, positions: Array, config: ModelConfig) -> Array:
-    """Rotates `[B, T, heads, H]` by `positions` `[B, T]`; halves paired as on Hugging Face."""
+    """Rotates the first `config.rotary_dim` numbers R of `[B, T, heads, *]` by `positions`
+    `[B, T]`.
+
+    Numbers are paired half of R apart, as on Hugging Face, or side by side (`rope_interleave`);
+    either way the pairs' first numbers come first in the result, since what meets it has been
+    rotated, too."""
     cos, sin = _cos_sin(positions, config)
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    turning, still = jnp.split(heads, [config.rotary_dim], axis=-1)
+    first, second = _pairs(turning.astype(jnp.float32), config)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(heads.dtype)
+    return jnp.concatenate([rotated.astype(heads.dtype), still], axis=-1)
+
+
+def _pairs(turning: Array, config: ModelConfig) -> tuple[Array, Array]:
+    """First and second numbers `[B, T, heads, R/2]` of the pairs that turn together."""
+    if config.rope_interleave:
+        return turning[..., 0::2], turning[..., 1::2]
+    first, second = jnp.split(turning, 2, axis=-1)
+    return first, second
 
 
 def _cos_sin(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """`[B, T, 1, H/2]` float32 each."""
+    """`[B, T, 1, R/2]` float32 each."""
     where = positions.astype(jnp.float32)[..., None, None]
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
@@ -38,8 +52,8 @@ def _cos_sin(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
 
 
 def static_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """`[H/2]` frequencies and the factor on cos and sin, for every kind but `dynamic`."""
-    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    """`[R/2]` frequencies and the factor on cos and sin, for every kind but `dynamic`."""
+    half = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim
     plain = config.rope_theta**-half
     scaling = config.rope_scaling
     if scaling is None:
@@ -57,9 +71,9 @@ def _dynamic_frequencies(context: Array, scaling: RopeScaling, config: ModelConf
     """NTK-aware base for a context of that many tokens; unscaled up to the trained one."""
     trained = config.max_position_embeddings  # as transformers has it, whatever else is set
     stretch = scaling.factor * jnp.maximum(context, trained) / trained - (scaling.factor - 1.0)
-    exponent = config.head_dim / (config.head_dim - 2)
+    exponent = config.rotary_dim / (config.rotary_dim - 2)
     base = config.rope_theta * stretch**exponent
-    half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    half = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim
     return base**-half
 
 
@@ -78,13 +92,13 @@ def _yarn(plain: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> tuple
     def dimension(turns: float) -> float:
         """The (fractional) pair index that turns that often over the trained context."""
         log_base = math.log(config.rope_theta)
-        return config.head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * log_base)
+        return config.rotary_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * log_base)
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
-    pair = np.arange(config.head_dim // 2)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    pair = np.arange(config.rotary_dim // 2)
     interpolated = np.clip((pair - low) / max(high - low, 1e-3), 0.0, 1.0)
     mixed = plain / scaling.factor * interpolated + plain * (1 - interpolated)
     return mixed, _yarn_magnitude(scaling)

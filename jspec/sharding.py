@@ -1,7 +1,7 @@
 """Logical axes to mesh axes: the one rule table. Knows nothing of what the arrays mean.
 
 A leaf names its axes ("vocab", "heads", ...); the table says on which mesh axis each is split.
-An axis that the mesh lacks, or whose size it does not divide, is replicated.
+An axis without a rule, one that the mesh lacks, or whose size it does not divide, is replicated.
 """
 
 from __future__ import annotations

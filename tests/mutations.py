@@ -28,6 +28,7 @@ from mutations_exits import EXITS
 from mutations_free import TRAINING_FREE
 from mutations_heads import TREES_AND_HEADS
 from mutations_hierarchy import HIERARCHY
+from mutations_layers import LAYERS
 from mutations_lossy import EXITS_AND_LOSSY
 from mutations_models import WHOLE_MODELS
 from mutations_quantised import QUANTISED
@@ -341,6 +342,7 @@ MUTATIONS = (
             *QUANTISED,
             *HIERARCHY,
             *WHOLE_MODELS,
+            *LAYERS,
         )
     ),
 )

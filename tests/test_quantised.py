@@ -12,7 +12,8 @@ from tiny import CONFIG, TARGET, llama_params, markov, uncached
 import jspec
 from jspec.drafters.draft_model import DraftModel
 from jspec.errors import JspecError
-from jspec.model import linear, llama
+from jspec.layers import linear
+from jspec.model import llama
 from jspec.params import is_spec, param_specs
 from jspec.quantised import QuantisedWeight, dequantise, quantise, quantise_weight
 from jspec.sharding import on_mesh, tree_shardings

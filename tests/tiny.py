@@ -229,6 +229,7 @@ class TableDrafter:
 
 
 TARGET = llama(CONFIG)
+ONE_LAYER = dataclasses.replace(CONFIG, num_hidden_layers=1)
 
 
 def head_config(family: Family, layers: ModelConfig, **settings: Any) -> HeadConfig:
@@ -258,9 +259,10 @@ def head_params(config: HeadConfig, seed: int) -> HeadParams:
 
 
 @functools.cache
-def trained_head(family: Family, draft_vocab_size: int) -> tuple[HeadConfig, HeadParams]:
+def trained_head(
+    family: Family, draft_vocab_size: int, layers: ModelConfig = ONE_LAYER
+) -> tuple[HeadConfig, HeadParams]:
     """A head on the tiny target that is often, but by no means always, right."""
-    layers = dataclasses.replace(CONFIG, num_hidden_layers=1)
     config = head_config(family, layers, draft_vocab_size=draft_vocab_size)
     tokens, logits, hidden = text_of_the_target()
     params = head_params(config, 3).replace(

@@ -71,18 +71,42 @@ def layout_of(names: Iterable[str]) -> HeadNames | None:
     return next(found, None)
 
 
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9]\d*)(?![^.])")
+"""In a name. No leading zeros: "layers.00" must not be a second name of layer 0."""
+
+
 def _look_up(table: Mapping[str, str], key: str) -> str:
-    """What `table` has for `key` itself, or for `key` with its first number left open."""
-    if key in table:
-        return table[key]
-    # No leading zeros: "layers.00" must not be a second name of layer 0.
-    number = re.search(r"(?<![^.])(0|[1-9]\d*)(?![^.])", key)
-    if number is None:
-        raise KeyError(key)
-    return table[f"{key[: number.start()]}{{}}{key[number.end() :]}"].format(number[0])
+    """What `table` has for `key` itself, or for `key` with its first number left open, or all."""
+    opened = [key, _NUMBER.sub("{}", key, count=1), _NUMBER.sub("{}", key)]
+    for pattern in opened:
+        if pattern in table:
+            return table[pattern].format(*_NUMBER.findall(key))
+    raise KeyError(key)
 
 
 _LAYERS = {f"layers.{{}}.{name}": f"layers.{{}}.{field}" for name, field in HF.in_layer.items()}
+_MATRICES = ("gate", "up", "down")
+
+
+def _experts(shared: str) -> dict[str, str]:
+    """Of a mixture of experts whose shared expert is called `shared`."""
+    mlp, leaf = "layers.{}.mlp.", "layers.{}.experts."
+    one = {f"{mlp}experts.{{}}.{x}_proj.weight": f"{leaf}{x}.{{}}" for x in _MATRICES}
+    all_take = {f"{mlp}{shared}.{x}_proj.weight": f"{leaf}shared.{x}" for x in _MATRICES}
+    return one | all_take | {f"{mlp}gate.weight": f"{leaf}router"}
+
+
+_LATENT = {
+    f"layers.{{}}.self_attn.{name}.weight": f"layers.{{}}.latent.{field}"
+    for name, field in {
+        "q_a_proj": "q_a",
+        "q_a_layernorm": "q_a_norm",
+        "q_b_proj": "q_b",
+        "kv_a_proj_with_mqa": "kv_a",
+        "kv_a_layernorm": "kv_a_norm",
+        "kv_b_proj": "kv_b",
+    }.items()
+}
 _EAGLE = _LAYERS | {
     "embed_tokens.weight": "embed",
     "lm_head.weight": "lm_head",
@@ -117,7 +141,9 @@ MTP = HeadNames(  # Qwen3-Next, and speculators' names for the same
     marks=r"mtp\.fc\.weight|mtp_layers\.0\.input_proj\.weight",
     owned=r"mtp\..*|mtp_layers\..*|d2t|t2d",
     leaves=_EAGLE
+    | _experts("shared_expert")
     | {
+        "layers.{}.mlp.shared_expert_gate.weight": "layers.{}.experts.shared.switch",
         "pre_fc_norm_embedding.weight": "embed_norm",
         "pre_fc_norm_hidden.weight": "feature_norm",
         "norm.weight": "final_norm",
@@ -137,7 +163,10 @@ NEXTN = HeadNames(  # DeepSeek-V3, GLM: one more layer behind the model's own
     marks=r"model\.layers\.\d+\.eh_proj\.weight",
     owned=r"model\.layers\.{}\..*|d2t|t2d",  # with the layer's number: `nextn`
     leaves=_LAYERS
+    | _LATENT
+    | _experts("shared_experts")
     | {
+        "layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.experts.correction_bias",
         "embed_tokens.weight": "embed",
         "enorm.weight": "embed_norm",
         "hnorm.weight": "feature_norm",

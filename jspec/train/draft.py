@@ -20,7 +20,7 @@ from jax import Array
 
 from jspec.config import ModelConfig
 from jspec.errors import JspecError
-from jspec.model import rms_norm
+from jspec.layers import rms_norm
 from jspec.params import Params
 from jspec.train import data
 from jspec.train.losses import Lesson, cross_entropy, target_law

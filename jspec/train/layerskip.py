@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from jspec.config import ModelConfig
-from jspec.model import rms_norm
+from jspec.layers import rms_norm
 from jspec.params import Params
 from jspec.train.losses import Lesson, certain_law, cross_entropy
 from jspec.train.settings import LayerSkipSettings, Watching

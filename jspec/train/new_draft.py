@@ -78,7 +78,9 @@ def _quiet(layer: LayerParams) -> LayerParams:
         return x / jnp.sqrt(jnp.mean(x * x) * x.shape[-1])
 
     read = {name: as_large(getattr(layer, name)) for name in ("q", "k", "v", "gate", "up")}
-    return layer.replace(**read, o=jnp.zeros_like(layer.o), down=jnp.zeros_like(layer.down))
+    return layer.replace(
+        **read, o=jnp.zeros_like(layer.o), down=jax.tree.map(jnp.zeros_like, layer.down)
+    )
 
 
 def draft_frozen(target: Params, frequent: np.ndarray) -> DraftFrozen:

@@ -130,7 +130,7 @@ def _trained(config: AnyConfig, target: Params, seed: int) -> AnyParams:
         return ExitsParams(norms, blocks, biases, lm_head=cast(Any, None))
     params = init_head(config, jax.random.key(seed))
     layers = tuple(
-        layer.replace(o=jnp.zeros_like(layer.o), down=jnp.zeros_like(layer.down))
+        layer.replace(o=jnp.zeros_like(layer.o), down=jax.tree.map(jnp.zeros_like, layer.down))
         for layer in params.layers
     )
     params = params.replace(layers=layers, embed=None, lm_head=None, token_ids=None)

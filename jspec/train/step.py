@@ -23,7 +23,7 @@ from jax import Array
 from jspec.exits import exit_of, exit_output
 from jspec.head_params import AnyConfig, ExitsConfig, HeadConfig, MedusaConfig
 from jspec.heads import carry, medusa_output
-from jspec.model import rms_norm
+from jspec.layers import rms_norm
 from jspec.train.losses import smooth_l1, soft_cross_entropy
 from jspec.train.new_head import Frozen, whole_head
 from jspec.train.unroll import anchored, earlier, later, unrolled

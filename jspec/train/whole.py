@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.config import ModelConfig
-from jspec.model import embed, project_heads, rest_of_layer, rms_norm
+from jspec.layers import rms_norm
+from jspec.model import embed, project_heads, rest_of_layer
 from jspec.params import Params
 from jspec.train.step import Batch
 from jspec.train.unroll import Path, attend
@@ -33,8 +34,8 @@ def streams(
     for i, layer in enumerate(params.layers):
         normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
         heads = project_heads(layer, config, normed, batch.positions)
-        attended, path = attend(path, i, *heads)
-        output = rest_of_layer(layer, config, hidden, attended)
+        attended, path = attend(path, i, heads.queries, heads.keys, heads.values)
+        output = rest_of_layer(layer, config, hidden, attended, heads.gates)
         hidden = output if kept is None else jnp.where(kept[i][:, None, None], output, hidden)
         found.append(hidden)
     return tuple(found)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from torch_files import write_arrays
 
@@ -146,6 +147,10 @@ def qwen_mtp() -> dict[str, np.ndarray]:
 
 def speculators_mtp() -> dict[str, np.ndarray]:
     """The numbers of `qwen_mtp` under speculators' names."""
+    return in_speculators_names(qwen_mtp())
+
+
+def in_speculators_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     names = {
         "mtp.fc.": "mtp_layers.0.input_proj.",
         "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
@@ -155,7 +160,7 @@ def speculators_mtp() -> dict[str, np.ndarray]:
     }
     return {
         next(new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)): x
-        for name, x in qwen_mtp().items()
+        for name, x in tensors.items()
     }
 
 
@@ -171,6 +176,119 @@ def nextn(number: int = L) -> dict[str, np.ndarray]:
             f"{prefix}input_layernorm.weight": (D,),
             **layer(prefix),
         }
+    )
+
+
+LATENT = {
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+"""Keys of config.json: heads of 10 numbers."""
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True}
+DEEPSEEK = settings(
+    architectures=["DeepseekV3ForCausalLM"],
+    model_type="deepseek_v3",
+    head_dim=None,
+    num_key_value_heads=N,
+    rope_theta=50.0,
+    n_routed_experts=4,
+    n_shared_experts=2,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    **LATENT,
+    **ROUTED,
+)
+QWEN_NEXT = settings(
+    architectures=["Qwen3NextForCausalLM"],
+    model_type="qwen3_next",
+    partial_rotary_factor=0.5,
+    num_experts=3,
+    shared_expert_intermediate_size=7,
+    **ROUTED,
+)
+
+
+def latent(prefix: str, narrow_queries: bool = True) -> dict[str, tuple[int, ...]]:
+    """DeepSeek's attention."""
+    queries: dict[str, tuple[int, ...]] = {f"{prefix}q_proj.weight": (N * 10, D)}
+    if narrow_queries:
+        queries = {
+            f"{prefix}q_a_proj.weight": (10, D),
+            f"{prefix}q_a_layernorm.weight": (10,),
+            f"{prefix}q_b_proj.weight": (N * 10, 10),
+        }
+    return queries | {
+        f"{prefix}kv_a_proj_with_mqa.weight": (12 + 4, D),
+        f"{prefix}kv_a_layernorm.weight": (12,),
+        f"{prefix}kv_b_proj.weight": (N * (6 + 5), 12),
+        f"{prefix}o_proj.weight": (D, N * 5),
+    }
+
+
+def gated(prefix: str) -> dict[str, tuple[int, ...]]:
+    """Qwen3-Next's attention."""
+    return {
+        f"{prefix}q_proj.weight": (N * 2 * H, D),
+        f"{prefix}k_proj.weight": (NKV * H, D),
+        f"{prefix}v_proj.weight": (NKV * H, D),
+        f"{prefix}o_proj.weight": (D, N * H),
+        f"{prefix}q_norm.weight": (H,),
+        f"{prefix}k_norm.weight": (H,),
+    }
+
+
+def experts(prefix: str, number: int, shared: str, width: int) -> dict[str, tuple[int, ...]]:
+    """A mixture whose shared expert is called `shared` and is so wide."""
+    sizes = {f"experts.{i}": 6 for i in range(number)} | {shared: width}
+    found: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (number, D)}
+    for name, size in sizes.items():
+        found |= {
+            f"{prefix}{name}.gate_proj.weight": (size, D),
+            f"{prefix}{name}.up_proj.weight": (size, D),
+            f"{prefix}{name}.down_proj.weight": (D, size),
+        }
+    return found
+
+
+def deepseek(number: int = L, *, narrow_queries: bool = True) -> dict[str, np.ndarray]:
+    """`nextn` with DeepSeek's attention and experts; of the latter's keys, `DEEPSEEK`."""
+    prefix = f"model.layers.{number}."
+    shapes = {name: x.shape for name, x in nextn(number).items() if ".self_attn." not in name}
+    shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
+    return numbers(
+        shapes
+        | latent(f"{prefix}self_attn.", narrow_queries)
+        | experts(f"{prefix}mlp.", 4, "shared_experts", 12)
+        | {f"{prefix}mlp.gate.e_score_correction_bias": (4,)}
+    )
+
+
+def glm(number: int = L) -> dict[str, np.ndarray]:
+    """`nextn` with experts and ordinary attention."""
+    prefix = f"model.layers.{number}."
+    shapes = {name: x.shape for name, x in nextn(number).items() if ".mlp." not in name}
+    return numbers(
+        shapes
+        | experts(f"{prefix}mlp.", 4, "shared_experts", 12)
+        | {f"{prefix}mlp.gate.e_score_correction_bias": (4,)}
+    )
+
+
+def qwen_next() -> dict[str, np.ndarray]:
+    """`qwen_mtp` with gated attention and experts, of `QWEN_NEXT`."""
+    shapes = {name: x.shape for name, x in qwen_mtp().items() if ".self_attn." not in name}
+    shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
+    return numbers(
+        shapes
+        | gated("mtp.layers.0.self_attn.")
+        | experts("mtp.layers.0.mlp.", 3, "shared_expert", 7)
+        | {"mtp.layers.0.mlp.shared_expert_gate.weight": (1, D)}
     )
 
 
@@ -205,6 +323,21 @@ def write_head(
     else:
         write_arrays(folder / file, tensors)
     return folder
+
+
+def save_float8(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """The library writes no 8-bit floats from numpy: they are written as bytes, and renamed."""
+    from safetensors.numpy import save
+
+    float8 = {n for n, x in tensors.items() if x.dtype == ml_dtypes.float8_e4m3fn}
+    data = save({n: x.view(np.uint8) if n in float8 else x for n, x in tensors.items()})
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name in float8:
+        header[name]["dtype"] = "F8_E4M3"
+    text = json.dumps(header).encode()
+    size = len(text).to_bytes(8, "little")
+    (folder / "model.safetensors").write_bytes(size + text + data[8 + length :])
 
 
 def load(path: Path, *, target: ModelConfig = TARGET, params: Any = None, **options: Any) -> Any:

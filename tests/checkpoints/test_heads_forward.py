@@ -188,7 +188,8 @@ def test_nextn(tmp_path: Path) -> None:
 
 
 def test_qwen(tmp_path: Path) -> None:
-    write_head(tmp_path, files.qwen_mtp(), settings(rope_theta=THETA, model_type="qwen3_next"))
+    data = settings(rope_theta=THETA, model_type="qwen3_next", partial_rotary_factor=1.0)
+    write_head(tmp_path, files.qwen_mtp(), data)
     check(load(tmp_path), qwen(wide(files.qwen_mtp())))
 
 

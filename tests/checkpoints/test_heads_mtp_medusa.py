@@ -20,11 +20,11 @@ from head_files import (
     leaves_of,
     load,
     renamed,
+    save_float8,
     settings,
     target_params,
     write_head,
 )
-from safetensors.numpy import save
 
 from checkpoints import is_head
 from jspec.head_params import MedusaConfig
@@ -113,19 +113,6 @@ def test_eight_bit_weights_in_blocks(tmp_path: Path) -> None:
     gate = load(tmp_path).params.layers[0].gate
     expected = tensors[name].astype(np.float32) * np.repeat([0.5, 4.0], [128, 72])[:, None]
     np.testing.assert_array_equal(gate, expected.astype(np.float32))
-
-
-def save_float8(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """The library writes no 8-bit floats from numpy: they are written as bytes, and renamed."""
-    float8 = {n for n, x in tensors.items() if x.dtype == ml_dtypes.float8_e4m3fn}
-    data = save({n: x.view(np.uint8) if n in float8 else x for n, x in tensors.items()})
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    for name in float8:
-        header[name]["dtype"] = "F8_E4M3"
-    text = json.dumps(header).encode()
-    size = len(text).to_bytes(8, "little")
-    (folder / "model.safetensors").write_bytes(size + text + data[8 + length :])
 
 
 # Medusa

@@ -28,7 +28,8 @@ from jspec.decode import DecodeConfig
 from jspec.drafters.base import Context, Passage
 from jspec.drafters.growth import DynamicTree, StaticTree
 from jspec.drafters.head import HeadDrafter
-from jspec.model import Model, Output, embed, project_heads, rest_of_layer, rms_norm, unembed
+from jspec.layers import rms_norm
+from jspec.model import Model, Output, embed, project_heads, rest_of_layer, unembed
 
 V, WIDE, K = 13, 12, 3
 LAYERS = ModelConfig(
@@ -266,7 +267,7 @@ def blind(params, tokens, cache, *, config, bare):
     layer, H = params.layers[0], config.head_dim
     embedded, positions = embed(params, tokens), cache.positions(tokens.shape[1])
     read = rms_norm(embedded, layer.input_norm, config.rms_norm_eps)
-    queries, keys, values = project_heads(layer, config, read, positions)
+    queries, keys, values, _ = project_heads(layer, config, read, positions)
     hides = jnp.where(positions == 0, -1e4, 0.0)[..., None, None]
     beside = [
         jnp.broadcast_to(x, (*heads.shape[:3], H))

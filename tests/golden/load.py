@@ -1,4 +1,5 @@
-"""Reads the golden data written by `make_goldens.py` (numpy only; no torch, no jspec).
+"""Reads the golden data written by `make_goldens.py` and `make_layer_goldens.py` (numpy only; no
+torch, no jspec).
 
 Letters: T tokens of the prompt, V vocabulary, 32 largest logits, 64 fixed vocabulary columns,
 64 greedy tokens.
@@ -80,6 +81,35 @@ def family_cases() -> tuple[FamilyCase, ...]:
                 names_and_shapes=tuple((key, tuple(shape)) for key, shape in case["parameters"]),
                 token_ids=arrays[f"{name}.token_ids"],
                 logits=arrays[f"{name}.logits"],
+            )
+            for name, case in described.items()
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCase:
+    """A decoder layer alone, over one text; `golden_weights` gives the weights."""
+
+    name: str
+    config: dict[str, Any]
+    """As in a config.json."""
+    names_and_shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    """Of every parameter, as in published files behind the layer's prefix, sorted."""
+    input: np.ndarray  # float32 [T, D]
+    output: np.ndarray  # float32 [T, D]
+
+
+def layer_cases() -> tuple[LayerCase, ...]:
+    """Every layer, in the order of `layers.json`."""
+    described = json.loads((FOLDER / "layers.json").read_text(encoding="utf-8"))
+    with np.load(FOLDER / "layers.npz") as arrays:
+        return tuple(
+            LayerCase(
+                name=name,
+                config=case["config"],
+                names_and_shapes=tuple((key, tuple(shape)) for key, shape in case["parameters"]),
+                input=arrays[f"{name}.input"],
+                output=arrays[f"{name}.output"],
             )
             for name, case in described.items()
         )

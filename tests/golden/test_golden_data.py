@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from load import family_cases, smollm2_cases, smollm2_gguf_sha256
+from load import family_cases, layer_cases, smollm2_cases, smollm2_gguf_sha256
 from weights import golden_weights
 
 VOCAB_SIZE = 49152
@@ -61,6 +61,18 @@ def test_tiny_models_have_logits_of_the_documented_shapes() -> None:
         assert names == sorted(names)
         assert ("lm_head.weight" in names) != case.config["tie_word_embeddings"]
         assert case.logits.std() > 1.0
+
+
+def test_layers_have_inputs_and_outputs_of_the_documented_shapes() -> None:
+    cases = layer_cases()
+    kinds = {case.config["model_type"] for case in cases}
+    assert kinds == {"deepseek_v3", "glm4_moe", "qwen3_next"}
+    for case in cases:
+        assert case.input.shape == case.output.shape == (24, case.config["hidden_size"])
+        assert case.input.dtype == case.output.dtype == np.float32
+        names = [name for name, _ in case.names_and_shapes]
+        assert names == sorted(names)
+        assert (case.output - case.input).std() > 1.0
 
 
 def test_old_and_new_style_configs_of_one_model_have_the_same_logits() -> None:

@@ -16,7 +16,8 @@ import jspec
 from jspec.drafters.cascade import Cascade
 from jspec.drafters.verifiers import ModelVerifier
 from jspec.errors import JspecError
-from jspec.model import llama, rms_norm
+from jspec.layers import rms_norm
+from jspec.model import llama
 from jspec.train import data
 from jspec.train.draft import DraftLoss, begin, train_draft
 from jspec.train.evaluate import evaluate

@@ -13,8 +13,8 @@ from tiny_training import CONFIG, metrics_of, write_text_shards
 
 import jspec
 from jspec.errors import JspecError
+from jspec.layers import rms_norm
 from jspec.loading import Options, load_draft
-from jspec.model import rms_norm
 from jspec.train import data
 from jspec.train.evaluate import evaluate
 from jspec.train.layerskip import (
