@@ -7,10 +7,12 @@ written as soon as it is read, damage is found where it is, and loading costs ab
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +59,7 @@ def write_params(
 
     registry = type_handlers.create_type_handler_registry((FileTensor, LeafHandler()))
     order = [leaves[path] for path, _ in leaf_paths(specs)]
-    tree = jax.tree.structure(specs, is_leaf=is_spec).unflatten(order)
+    tree = _plain(jax.tree.structure(specs, is_leaf=is_spec).unflatten(order))
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     with _quiet(), _checkpointer(type_handler_registry=registry) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=save_args))
@@ -84,12 +86,12 @@ def read_params(folder: Path, specs: Params, dtype: np.dtype, mesh: Mesh | None)
             restore_type=jax.Array, dtype=dtype, sharding=sharding, global_shape=spec.shape
         )
 
-    args = jax.tree.map(restore_arg, specs, shardings, is_leaf=is_spec)
+    args = _plain(jax.tree.map(restore_arg, specs, shardings, is_leaf=is_spec))
     item = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs, is_leaf=is_spec)
     try:
         with _quiet(), _checkpointer() as checkpointer:
-            restore = ocp.args.PyTreeRestore(item=item, restore_args=args)
-            return checkpointer.restore(folder.resolve(), args=restore)
+            restore = ocp.args.PyTreeRestore(_plain(item), args, partial_restore=True)
+            arrays = dict(leaf_paths(checkpointer.restore(folder.resolve(), args=restore)))
     except Exception as error:  # Orbax raises plain Exception around what TensorStore raises
         cause = _root_cause(error)
         if not isinstance(cause, Exception):  # Ctrl-C, wrapped on its way out
@@ -97,6 +99,19 @@ def read_params(folder: Path, specs: Params, dtype: np.dtype, mesh: Mesh | None)
         if isinstance(cause, (RuntimeError, MemoryError)):  # no memory on a device, and the like
             raise
         raise _damaged(folder, _first_line(cause)) from error
+    structure = jax.tree.structure(specs, is_leaf=is_spec)
+    return structure.unflatten([arrays[path] for path, _ in leaf_paths(specs)])
+
+
+def _plain(node: Any) -> Any:
+    """A tree of parameters as dicts and lists of what is there. Orbax writes down what is not, too,
+    and a file should not depend on which optional leaves a layer could have."""
+    if isinstance(node, (list, tuple)) and not is_spec(node):
+        return [_plain(each) for each in node]
+    if not isinstance(node, flax.struct.PyTreeNode):
+        return node
+    fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return {name: _plain(value) for name, value in fields.items() if value is not None}
 
 
 def _manifest(folder: Path, specs: Params) -> dict[str, Any]:

@@ -296,3 +296,20 @@ def test_the_packaged_model(default_model: checkpoints.Checkpoint) -> None:
     assert config.eos_token_ids == (default_model.tokenizer.eos_token_id,)
     assert default_model.tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"
     assert default_model.params.embed.dtype == np.float32
+
+
+def test_what_a_layer_could_have_is_not_written_down(tmp_path, hf_folder, monkeypatch) -> None:
+    """A checkpoint says what is there, so leaves that come to be optional later change nothing; one
+    that names what is missing, as they did once, is read as well."""
+    new = checkpoints.convert(hf_folder, tmp_path / "new")
+    metadata = "params/_METADATA"
+    assert "latent" not in (new / metadata).read_text()
+    monkeypatch.setattr("checkpoints.arrays._plain", lambda tree: tree)
+    old = checkpoints.convert(hf_folder, tmp_path / "old")
+    monkeypatch.undo()
+    assert "latent" in (old / metadata).read_text()
+    expected = as_numpy(checkpoints.load(new, dtype="float32"))
+    found = as_numpy(checkpoints.load(old, dtype="float32"))
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(found[name], leaf, err_msg=name)
