@@ -80,4 +80,18 @@ LAYERS = (
         "np.dtype(building.dtype)",
         "tests/checkpoints/test_heads_kinds.py -k stays_in_float32",
     ),
+    (
+        "layers: a single row in 16 bits stays single",
+        "jspec/layers.py",
+        "rows = jnp.concatenate([rows, rows], axis=-2)",
+        "rows = jnp.concatenate([rows], axis=-2)",
+        "tests/test_model.py -k single_row",
+    ),
+    (
+        "files: what a layer could have is written down",
+        "checkpoints/arrays.py",
+        "for name, value in fields.items() if value is not None}",
+        "for name, value in fields.items()}",
+        "tests/checkpoints/test_store.py -k could_have",
+    ),
 )

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -111,3 +112,32 @@ def test_specs_describe_the_params():
         assert name == other
         assert spec.shape == leaf.shape
         assert len(spec.axes) == leaf.ndim
+
+
+def rows_of_products(jaxpr):
+    """Rows of each product with a matrix, those in nested programs included."""
+    for eqn in jaxpr.eqns:
+        if "jaxpr" in eqn.params:  # of a jitted function
+            yield from rows_of_products(eqn.params["jaxpr"].jaxpr)
+        if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ()):
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval
+            yield left.size // math.prod(left.shape[axis] for axis in contracted)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("bfloat16", 2)])
+def test_a_single_token_is_no_single_row_in_16_bits(dtype, rows):
+    """XLA's product of one such row takes several times as long on a CPU."""
+    params = llama_params(0, dtype)
+    cache = cache_lib.init_cache(TARGET.cache_spec, 1, 32, page_size=16, dtype=dtype)
+    one = cache_lib.open_block(cache, 1)
+    token = jnp.ones((1, 1), jnp.int32)
+    program = jax.make_jaxpr(lambda *args: TARGET.forward(*args).logits)(params, token, one)
+    found = list(rows_of_products(program.jaxpr))
+    assert len(found) == 7 * CONFIG.num_hidden_layers + 1
+    assert set(found) == {rows}
+    two = cache_lib.open_block(cache, 2)
+    logits = TARGET.forward(params, token, one).logits
+    pair = TARGET.forward(params, jnp.ones((1, 2), jnp.int32), two).logits
+    assert logits.shape == (1, 1, CONFIG.vocab_size)
+    np.testing.assert_allclose(logits, pair[:, :1], atol=1e-5 if dtype == "float32" else 0)
