@@ -76,7 +76,7 @@ def _memory_line(report: Report) -> str:
 
 
 def _predictions(report: Report) -> Table:
-    title = "by the cost model, H100, batch 1 (counted, not measured)"
+    title = "cost model, H100, batch 1: counted, not measured"
     grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("model", "method"):
         grid.add_column(heading, no_wrap=True)
