@@ -178,7 +178,7 @@ def measure_costs(
     runs[NGRAMS, 0] = functools.partial(_searches, jnp.zeros((1, 2 * _CONTEXT), jnp.int32))
     took = _timed(runs, repeats)
     layers = [(took[high, w] - took[low, w]) / (high - low) for w in _WIDTHS]
-    *narrower, _ = default_widths(_WIDTHS[-1], params.embed.dtype.name)
+    *narrower, _ = default_widths(_WIDTHS[-1], params.embed.dtype.name, 1)
     return Costs(
         widths=_WIDTHS,
         layer=tuple(layers),

@@ -127,7 +127,10 @@ class LLM:
         self._batch_sizes = tuple(sorted(batch_sizes or _powers_of_two(max_num_seqs)))
         if self._batch_sizes[0] < 1:
             raise JspecError(f"{batch_sizes=}: each must be at least 1")
-        widths = tuple(block_widths or default_widths(self.drafter.num_draft_nodes, dtype))
+        widths = tuple(
+            block_widths
+            or default_widths(self.drafter.num_draft_nodes, dtype, self._batch_sizes[-1])
+        )
         rule = accept_all_lossy if isinstance(self.drafter, LossySprinter) else verify
         self._runner = BatchRunner(
             config=DecodeConfig(
@@ -370,15 +373,17 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[tuple[int,
         yield batch
 
 
-def default_widths(num_drafted: int, dtype: str) -> tuple[int, ...]:
+def default_widths(num_drafted: int, dtype: str, max_rows: int) -> tuple[int, ...]:
     """Block widths for this machine, for drafts of so many nodes: on a CPU a narrow pass is
-    cheaper, in 16 bits that over two tokens no dearer than that over one; elsewhere a pass of a
-    few costs what one does."""
+    cheaper. In 16 bits one over two tokens of a single row is no dearer than one over one, and
+    rounds as wider ones do. Elsewhere a pass of a few costs what one does."""
     widest = num_drafted + 1
     if jax.default_backend() != "cpu":
         return (widest,)
-    narrow = min(1 if dtype == "float32" else 2, widest)
-    return tuple(sorted({narrow, widest}))
+    narrow = 1 if dtype == "float32" else 2
+    if max_rows > 1:
+        narrow = min(narrow, widest)
+    return tuple(sorted({narrow, max(narrow, widest)}))
 
 
 def enable_compilation_cache(path: str | Path | None = None) -> None:
