@@ -192,11 +192,14 @@ def test_a_draft_model_may_pad_its_vocabulary_differently():
 
 
 def test_default_widths(monkeypatch):
-    assert default_widths(6, "bfloat16") == (2, 7)
-    assert default_widths(0, "bfloat16") == (2,)
-    assert default_widths(0, "float32") == (1,)
+    for rows in (1, 8):
+        assert default_widths(6, "bfloat16", rows) == (2, 7)
+        assert default_widths(6, "float32", rows) == (1, 7)
+        assert default_widths(0, "float32", rows) == (1,)
+    assert default_widths(0, "bfloat16", 1) == (2,)
+    assert default_widths(0, "bfloat16", 8) == (1,)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert default_widths(6, "bfloat16") == (7,)
+    assert default_widths(6, "bfloat16", 1) == (7,)
 
 
 BAD_PARAMS = [
