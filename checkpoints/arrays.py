@@ -7,7 +7,6 @@ written as soon as it is read, damage is found where it is, and loading costs ab
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,8 +109,7 @@ def _plain(node: Any) -> Any:
         return [_plain(each) for each in node]
     if not isinstance(node, flax.struct.PyTreeNode):
         return node
-    fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-    return {name: _plain(value) for name, value in fields.items() if value is not None}
+    return {name: _plain(value) for name, value in vars(node).items() if value is not None}
 
 
 def _manifest(folder: Path, specs: Params) -> dict[str, Any]:

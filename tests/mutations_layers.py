@@ -90,8 +90,8 @@ LAYERS = (
     (
         "files: what a layer could have is written down",
         "checkpoints/arrays.py",
-        "for name, value in fields.items() if value is not None}",
-        "for name, value in fields.items()}",
+        "for name, value in vars(node).items() if value is not None}",
+        "for name, value in vars(node).items()}",
         "tests/checkpoints/test_store.py -k could_have",
     ),
 )
