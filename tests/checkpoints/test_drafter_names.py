@@ -67,6 +67,11 @@ def test_exits_and_cascades_by_name():
     inner = nested.drafter
     assert isinstance(inner, Cascade)
     assert (inner.window, inner.drafter.layer, inner.verifier.num_shared) == (2, 1, 2)
+    assert (inner.lenience, inner.name) == (1, "cascade(early_exit:1, early_exit:2, window=2)")
+    lenient = llm("cascade(ngram(k=2), early_exit:2, window=1, lenience=0.1)").drafter
+    assert isinstance(lenient, Cascade)
+    assert lenient.lenience == 0.1
+    assert lenient.name == "cascade(ngram, early_exit:2, window=1, lenience=0.1)"
     both = llm("ngram(2, k=5),none").drafter
     assert isinstance(both, FirstOf)
     assert both.drafters[0] == NgramDrafter(5, 2)
@@ -119,7 +124,9 @@ def test_a_head_by_its_family(head):
         ("cascade(ngram, early_exit:4)", "the model has 4, so it can be behind 1 to 3"),
         ("cascade(ngram, early_exit:2, window=0)", "window=0 must be at least 1"),
         ("cascade(ngram, early_exit:2, window=x)", "window=x: give a whole number"),
-        ("cascade(ngram)", "write cascade(DRAFTER, VERIFIER, window=4)"),
+        ("cascade(ngram, early_exit:2, lenience=0)", "lenience=0.0 must be above 0"),
+        ("cascade(ngram, early_exit:2, lenience=2)", "lenience=2: give a probability"),
+        ("cascade(ngram)", "write cascade(DRAFTER, VERIFIER, window=4, lenience=1)"),
         ("cascade(ngram, none)", "cascade: none does not verify"),
         ("ngram,early_exit:2", "use cascade(FIRST, early_exit:N) in place of"),
         ("hispec(ngram, none)", "drafter hispec(...) is not known; there are"),
