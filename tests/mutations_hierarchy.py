@@ -84,7 +84,7 @@ HIERARCHY = (
         "jspec/calibrate.py",
         "offered[ahead:, ahead] = drafts[: len(drafts) - ahead, ahead]",
         "offered[:, ahead] = drafts[:, ahead]",
-        "tests/test_plans.py -k below_an_exit",
+        "tests/test_plans.py -k are_replayed_as",
     ),
     (
         "plans: lenience lets through what is just as far off",

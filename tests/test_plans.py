@@ -153,6 +153,9 @@ def test_the_replay_is_what_the_engine_does(target, answer, layer, K):
 def test_n_grams_are_replayed_as_the_engine_has_them(target, answer):
     sight = see(target, DEEP, {1: own_exit(target)}, PROMPT, answer)
     assert all(gap[said] == 0 for gap, said in zip(sight.gaps[1], sight.said[1], strict=True))
+    named = sight.gaps[1]
+    for place, draft in enumerate(sight.ngrams):  # what stands so far ahead is judged there
+        assert all(token in gap for token, gap in zip(draft, named[place:], strict=False))
     rounds = engine_rounds(target, NgramDrafter(8), ())
     assert 48 / replay(Plan((0,), 8), [sight], COSTS).length == pytest.approx(rounds)
 
