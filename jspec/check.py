@@ -64,16 +64,13 @@ def check(
       taps: hidden states to hand on.
       num_best: likeliest tokens to name behind each token that was read, kept or not.
       with_laws: hand on the laws as well, for whom the outcome is a draft.
-      leaning: what the model's logits of drafted tokens are raised by, so that they stand more
-        often; the law is then that of the raised logits, and only for drafts that are certain.
+      leaning: what logits of drafts are raised by before the law is made (chains of certain ones).
       rule: what judges.
     """
     num_nodes = draft.tokens.shape[1]
     num_drafts = min(num_nodes, width - 1)
+    draft = _cut(draft, num_drafts)
     tokens, probs, num_drafted, tree, start = draft
-    tokens = tokens[:, :num_drafts]
-    probs = None if probs is None else probs[:, :num_drafts]
-    tree = None if tree is None else tree.cut(num_drafts)
     last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
     read = _fit(jnp.concatenate([last, tokens], axis=1), width)
     prefix, depths, mask = _places(context, tokens, tree, width)
@@ -81,9 +78,7 @@ def check(
     cache = cache_lib.open_block(context.cache, width, depths=depths, mask=mask)
     out = _forward(model, params, read, cache, start)
     logits = out.logits[:, : num_drafts + 1]
-    if leaning:
-        assert probs is None, "a law that depends on the drafts needs them to be certain"
-        logits = _leaning_to(tokens, num_drafted, tree, logits, leaning)
+    logits = _leaning_to(draft, logits, leaning) if leaning else logits
     verdict = rule(
         tokens,
         probs,
@@ -100,9 +95,9 @@ def check(
     logprobs = score(on_path(logits), run, context.sampling, prefix, max_logprobs)
     features = tuple(out.hidden[i] for i in taps)
     block, features = jax.tree.map(on_path, (cache_lib.own_block(out.cache), features))
-    fit = functools.partial(_fit, width=most + 1)
     laws = probs_from_logits(on_path(logits), context.sampling, prefix) if with_laws else None
-    kept = jax.tree.map(fit, (run, logprobs, block, features, laws))
+    kept = (run, logprobs, block, features, laws)
+    kept = jax.tree.map(functools.partial(_fit, width=most + 1), kept)
     seen = reading_of(read[:, : num_drafts + 1], logits, 1 + num_drafted, num_best)
     reading = jax.tree.map(functools.partial(_fit, width=num_nodes + 1), seen)
     return Checked(verdict._replace(path=None), *kept, reading=reading)
@@ -116,14 +111,22 @@ def reading_of(tokens: Array, logits: Array, num_tokens: Array, num_best: int) -
     return Reading(tokens, jax.lax.top_k(logits, num_best)[1].astype(jnp.int32), count)
 
 
-def _leaning_to(
-    tokens: Array, num_drafted: Array, tree: Tree | None, logits: Array, leaning: float
-) -> Array:
-    """`logits` `[B, P+1, V]` with those of the drafts `[B, P]` raised where they would stand."""
+def _cut(draft: Draft, num_drafts: int) -> Draft:
+    """The first `num_drafts` nodes of a draft."""
+    return draft._replace(
+        tokens=draft.tokens[:, :num_drafts],
+        probs=None if draft.probs is None else draft.probs[:, :num_drafts],
+        tree=None if draft.tree is None else draft.tree.cut(num_drafts),
+    )
+
+
+def _leaning_to(draft: Draft, logits: Array, leaning: float) -> Array:
+    """`logits` `[B, K+1, V]` with those of the drafts `[B, K]` raised where they would stand."""
+    tokens, probs, num_drafted, tree, _ = draft
+    assert probs is tree is None, "a law that depends on drafts takes a chain of certain ones"
     rows, places = jnp.arange(num_drafted.size)[:, None], jnp.arange(tokens.shape[1])
     raised = jnp.where(places < num_drafted[:, None], leaning, 0.0).astype(logits.dtype)
-    parents = places if tree is None else tree.parents
-    return logits.at[rows, parents, tokens].add(raised)
+    return logits.at[rows, places, tokens].add(raised)
 
 
 def _forward(model: Model, params: Any, block: Array, cache: Cache, start: Start | None) -> Output:

@@ -127,10 +127,8 @@ class LLM:
         self._batch_sizes = tuple(sorted(batch_sizes or _powers_of_two(max_num_seqs)))
         if self._batch_sizes[0] < 1:
             raise JspecError(f"{batch_sizes=}: each must be at least 1")
-        widths = tuple(
-            block_widths
-            or default_widths(self.drafter.num_draft_nodes, dtype, self._batch_sizes[-1])
-        )
+        nodes, most_rows = self.drafter.num_draft_nodes, self._batch_sizes[-1]
+        widths = tuple(block_widths or default_widths(nodes, dtype, most_rows))
         rule = accept_all_lossy if isinstance(self.drafter, LossySprinter) else verify
         self._runner = BatchRunner(
             config=DecodeConfig(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,7 @@ def smollm2_gguf_sha256() -> str:
 
 def family_cases() -> tuple[FamilyCase, ...]:
     """Every tiny model, in the order of `families.json`."""
-    described = json.loads((FOLDER / "families.json").read_text(encoding="utf-8"))
-    with np.load(FOLDER / "families.npz") as arrays:
-        return tuple(
-            FamilyCase(
-                name=name,
-                config=case["config"],
-                names_and_shapes=tuple((key, tuple(shape)) for key, shape in case["parameters"]),
-                token_ids=arrays[f"{name}.token_ids"],
-                logits=arrays[f"{name}.logits"],
-            )
-            for name, case in described.items()
-        )
+    return _cases("families", FamilyCase, "token_ids", "logits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +91,19 @@ class LayerCase:
 
 def layer_cases() -> tuple[LayerCase, ...]:
     """Every layer, in the order of `layers.json`."""
-    described = json.loads((FOLDER / "layers.json").read_text(encoding="utf-8"))
-    with np.load(FOLDER / "layers.npz") as arrays:
+    return _cases("layers", LayerCase, "input", "output")
+
+
+def _cases[Case](stem: str, kind: Callable[..., Case], *arrays: str) -> tuple[Case, ...]:
+    """What `stem.json` describes, in its order, with `arrays` of `stem.npz`."""
+    described = json.loads((FOLDER / f"{stem}.json").read_text(encoding="utf-8"))
+    with np.load(FOLDER / f"{stem}.npz") as found:
         return tuple(
-            LayerCase(
+            kind(
                 name=name,
                 config=case["config"],
                 names_and_shapes=tuple((key, tuple(shape)) for key, shape in case["parameters"]),
-                input=arrays[f"{name}.input"],
-                output=arrays[f"{name}.output"],
+                **{field: found[f"{name}.{field}"] for field in arrays},
             )
             for name, case in described.items()
         )
