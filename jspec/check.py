@@ -96,8 +96,7 @@ def check(
     features = tuple(out.hidden[i] for i in taps)
     block, features = jax.tree.map(on_path, (cache_lib.own_block(out.cache), features))
     laws = probs_from_logits(on_path(logits), context.sampling, prefix) if with_laws else None
-    kept = (run, logprobs, block, features, laws)
-    kept = jax.tree.map(functools.partial(_fit, width=most + 1), kept)
+    kept = jax.tree.map(lambda x: _fit(x, most + 1), (run, logprobs, block, features, laws))
     seen = reading_of(read[:, : num_drafts + 1], logits, 1 + num_drafted, num_best)
     reading = jax.tree.map(functools.partial(_fit, width=num_nodes + 1), seen)
     return Checked(verdict._replace(path=None), *kept, reading=reading)
