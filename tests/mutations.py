@@ -35,6 +35,8 @@ from mutations_quantised import QUANTISED
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutations.md"
+PROGRAMS = ROOT / ".pytest_cache" / "xla"
+"""Where `tests/conftest.py` keeps compiled programs."""
 
 
 class Mutation(NamedTuple):
@@ -381,10 +383,13 @@ def try_out(mutation: Mutation, tree: Path) -> Outcome:
     start = time.perf_counter()
     try:
         command = f"{sys.executable} -m pytest -n 0 -x -q -rfE {mutation.tests}"
-        # The tree's own modules go before those installed.
+        # The tree's own modules go before those installed; programs that the mutation leaves as
+        # they are, are those of the last test run.
+        environment = {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
         run = subprocess.run(
-            ["bash", "-c", f"PYTHONPATH={tree} {command}"],
+            ["bash", "-c", command],
             cwd=tree,
+            env=os.environ | environment,
             capture_output=True,
             text=True,
         )

@@ -114,4 +114,25 @@ HIERARCHY = (
         "if below > above > 0:",
         "tests/checkpoints/test_drafter_names.py -k refused",
     ),
+    (
+        "cascade: a lenience of nothing",
+        "jspec/drafters/cascade.py",
+        "if not 0 < self.lenience <= 1:",
+        "if not 0 <= self.lenience <= 1:",
+        "tests/drafters/test_cascade.py -k bad_cascades",
+    ),
+    (
+        "suite: an error loses the batch sizes that are done",
+        "jspec/hierarchy.py",
+        "except (KeyboardInterrupt, JspecError) as error:",
+        "except KeyboardInterrupt as error:",
+        "tests/checkpoints/test_hierarchy.py -k survives",
+    ),
+    (
+        "widths: plain batches pay for two tokens a row",
+        "jspec/llm.py",
+        "narrow = min(narrow, widest)",
+        "pass",
+        "tests/test_llm.py -k default_widths",
+    ),
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny_training import CONFIG, TARGET, metrics_of
+from tiny_training import CONFIG, TARGET, assert_nearly_equal, metrics_of
 
 import checkpoints
 import jspec
@@ -162,6 +162,13 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(states, tmp_path):
     assert {"00010.safetensors", "00012.safetensors"} <= saved(unbroken).keys()
     (folder / "checkpoints" / ".00012.safetensors.partial").unlink(missing_ok=True)
     assert saved(folder) == saved(unbroken)
+
+
+def test_devices_share_a_batch(states, tmp_path):
+    watching = dataclasses.replace(OFTEN, data_parallel=2)
+    folder = run(states, tmp_path / "run", stop_after=5, watching=watching)
+    alone = run(states, tmp_path / "alone", stop_after=5)
+    assert_nearly_equal(folder, alone, "00005.safetensors")
 
 
 def test_a_draft_model_learns(learned):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny_training import CONFIG, metrics_of, write_text_shards
+from tiny_training import CONFIG, assert_nearly_equal, metrics_of, write_text_shards
 
 import jspec
 from jspec.errors import JspecError
@@ -136,6 +136,14 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(text, tmp_path):
     assert len(metrics_of(folder)[-1]["held_out"]["agreement"]) == 4
     assert "length" not in metrics_of(folder)[-1]["held_out"]  # the last state is kept
     assert (folder / "curves.png").is_file()
+
+
+def test_devices_share_a_batch(text, tmp_path):
+    """Rows are left out as on one device."""
+    watching = dataclasses.replace(OFTEN, data_parallel=2)
+    folder = run(text, tmp_path / "run", stop_after=5, watching=watching)
+    alone = run(text, tmp_path / "alone", stop_after=5)
+    assert_nearly_equal(folder, alone, "00005.safetensors")
 
 
 def accepted(folder) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 import tiny
 
 from jspec.params import Params, init_params
+from jspec.train import tensors
 from jspec.train.settings import Settings
 from jspec.train.states import TargetOfText, write_states
 
@@ -67,3 +68,11 @@ def make_states(root: Path, *, num_shards: int = 3, taps: Sequence[int] = (0, 1,
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_nearly_equal(folder: Path, other: Path, checkpoint: str) -> None:
+    """A checkpoint of two trainings, up to the rounding of sums."""
+    ours, theirs = (tensors.open_file(f / "checkpoints" / checkpoint) for f in (folder, other))
+    assert ours.keys() == theirs.keys()
+    for name, values in ours.items():
+        np.testing.assert_allclose(values, theirs[name], rtol=2e-3, atol=2e-5, err_msg=name)
