@@ -16,11 +16,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compilation dominates test time; a second run finds its programs in the cache (JAX reads
-    where another one is from JAX_COMPILATION_CACHE_DIR)."""
-    if jax.config.jax_compilation_cache_dir is None:
-        folder = config.rootpath / ".pytest_cache" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+    """Compilation dominates test time; a second run finds its programs in the cache."""
+    folder = config.rootpath / ".pytest_cache" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

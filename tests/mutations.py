@@ -35,7 +35,7 @@ from mutations_quantised import QUANTISED
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutations.md"
-PROGRAMS = ROOT / ".pytest_cache" / "xla"
+PROGRAMS = ".pytest_cache/xla"
 """Where `tests/conftest.py` keeps compiled programs."""
 
 
@@ -367,6 +367,11 @@ def applied(mutation: Mutation, source: str) -> str:
 
 
 def copy_of_tree(folder: Path) -> None:
+    """With a copy of the programs that the last test run has compiled: most serve broken trees,
+    too. A copy, as JAX writes them piece by piece: a worker that read half of another's would fail,
+    and a failure counts as seen."""
+    if (ROOT / PROGRAMS).is_dir():
+        shutil.copytree(ROOT / PROGRAMS, folder / PROGRAMS)
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in files.splitlines():
@@ -383,13 +388,10 @@ def try_out(mutation: Mutation, tree: Path) -> Outcome:
     start = time.perf_counter()
     try:
         command = f"{sys.executable} -m pytest -n 0 -x -q -rfE {mutation.tests}"
-        # The tree's own modules go before those installed; programs that the mutation leaves as
-        # they are, are those of the last test run.
-        environment = {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
+        # The tree's own modules go before those installed.
         run = subprocess.run(
-            ["bash", "-c", command],
+            ["bash", "-c", f"PYTHONPATH={tree} {command}"],
             cwd=tree,
-            env=os.environ | environment,
             capture_output=True,
             text=True,
         )

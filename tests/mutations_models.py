@@ -93,4 +93,18 @@ WHOLE_MODELS = (
         "    folder, config, params",
         "tests/checkpoints/test_hf_save.py -k no_target",
     ),
+    (
+        "devices: a draft model learns what the first one's entries should say",
+        "jspec/train/losses.py",
+        "lesson._replace(entries=entries[group, place])",
+        "lesson._replace(entries=entries[0 * group, place])",
+        "tests/train/test_draft.py -k share_a_batch",
+    ),
+    (
+        "devices: LayerSkip weighs entries as the first one's",
+        "jspec/train/losses.py",
+        "weights[:, group, place],",
+        "weights[:, 0 * group, place],",
+        "tests/train/test_layerskip.py -k share_a_batch",
+    ),
 )

@@ -21,6 +21,7 @@ DEEP = dataclasses.replace(CONFIG, num_hidden_layers=L)
 TARGET = llama(DEEP)
 LAYERS = (1, 2, 4)
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 8]]
+SIXTEEN = [*PROMPTS, *([row + 9, *PROMPTS[row % 3]] for row in range(13))]
 PARAMS = llama_params(0, jnp.float32, DEEP)
 WITH_EXITS = (PARAMS, (PARAMS, (own_exit(PARAMS),) * len(LAYERS)))
 
@@ -69,10 +70,10 @@ def decode(drafter, drafter_params, prompts, **settings):
     return run(config, (PARAMS, drafter_params), state)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 16])
 def test_the_text_is_that_of_plain_decoding(rows):
     for temperature in (0.0, 0.9):
-        settings = {"temperature": temperature, "coupled": True, "prompts": PROMPTS[:rows]}
+        settings = {"temperature": temperature, "coupled": True, "prompts": SIXTEEN[:rows]}
         plain = decode(NoDrafter(), (), **settings)
         state = decode(adaptive(0.1), WITH_EXITS[1], **settings)
         assert rows_of(state) == rows_of(plain)

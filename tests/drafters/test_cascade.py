@@ -146,14 +146,18 @@ def test_what_the_inner_verifier_accepts_is_accepted_where_it_is_the_target():
     assert single.accepted.sum() < single.drafted.sum()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_rows_fill_their_windows_at_their_own_speed(rows):
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    ("rows", "layers"), [(1, (2, 4)), (3, (2, 4)), (16, (2, 4)), (16, (1, 2, 4))]
+)
+def test_rows_fill_their_windows_at_their_own_speed(rows, layers, temperature):
     """A row's text does not depend on the others, whose windows fill sooner or later."""
     target = params()
     prompts = [[1 + r % 50, 2 + 3 * r % 41] for r in range(rows)]
-    drafter, drafter_params = exits(target, 2, 4)
-    state = decode(target, drafter, drafter_params, prompts=prompts, max_tokens=24)
-    plain = decode(target, NoDrafter(), (), prompts=prompts, max_tokens=24)
+    settings = {"temperature": temperature, "coupled": True, "prompts": prompts, "max_tokens": 24}
+    drafter, drafter_params = exits(target, *layers)
+    state = decode(target, drafter, drafter_params, **settings)
+    plain = decode(target, NoDrafter(), (), **settings)
     assert rows_of(state) == rows_of(plain)
     drafted = counts_of(state).drafted
     assert drafted.shape[1] <= drafter.num_speculative_tokens  # a row with a full window is idle

@@ -19,6 +19,7 @@ L = 4
 DEEP = dataclasses.replace(CONFIG, num_hidden_layers=L)
 TARGET = llama(DEEP)
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 8]]
+SIXTEEN = [[row + 9, *PROMPTS[row % 3]] for row in range(16)]
 
 
 def params(dtype=jnp.float32, silent_from=L):
@@ -55,6 +56,16 @@ def test_the_text_is_that_of_plain_decoding(layer, temperature):
     state = exiting(target, layer, **settings)
     assert rows_of(state) == rows_of(plain)
     assert counts_of(state).drafted.sum() > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_sixteen_rows_of_uneven_acceptance(temperature):
+    target = params()
+    settings = {"temperature": temperature, "coupled": True, "prompts": SIXTEEN, "max_tokens": 24}
+    plain = decode(NoDrafter(), target, (), **settings)
+    state = exiting(target, 2, stop=0.1, **settings)
+    assert rows_of(state) == rows_of(plain)
+    assert len(set(counts_of(state).rounds.tolist())) > 2
 
 
 @pytest.mark.parametrize("layer", [1, 3])

@@ -18,6 +18,7 @@ from jspec.errors import JspecError
 
 V = CONFIG.vocab_size
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], [5, 6] * 18]
+SIXTEEN = [*([row + 9, *PROMPTS[row % 3]] for row in range(13)), *PROMPTS]
 RECYCLING = RecyclingDrafter(V, recycling_tree(3, 8))
 LOOKAHEAD = LookaheadDrafter(V, window=3, ngram=3, candidates=2)
 DRAFTERS = {
@@ -40,15 +41,16 @@ def begun(drafter, prompts=PROMPTS, *, max_tokens=50, capacity=128, **settings):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_text_is_that_of_plain_decoding(name, rows, temperature):
     """Whose greedy text repeats itself, so that there is something to learn."""
     settings = {"temperature": temperature, "coupled": True}
-    plain = run(*begun(NoDrafter(), PROMPTS[-rows:], **settings))
-    state = run(*begun(DRAFTERS[name], PROMPTS[-rows:], **settings))
+    plain = run(*begun(NoDrafter(), SIXTEEN[-rows:], **settings))
+    state = run(*begun(DRAFTERS[name], SIXTEEN[-rows:], **settings))
     assert rows_of(state) == rows_of(plain)
     counts = counts_of(state)
+    assert rows == 1 or len(set(counts.rounds.tolist())) > 1
     assert counts.drafted.sum() > 0
     if temperature == 0:
         assert np.all(counts.accepted[:, 1] > 0)

@@ -165,6 +165,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(states, tmp_path):
 
 
 def test_devices_share_a_batch(states, tmp_path):
+    """Equal to one device up to the rounding of sums."""
     watching = dataclasses.replace(OFTEN, data_parallel=2)
     folder = run(states, tmp_path / "run", stop_after=5, watching=watching)
     alone = run(states, tmp_path / "alone", stop_after=5)
